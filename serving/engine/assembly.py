@@ -35,6 +35,7 @@ from .models.resolved_settings import ResolvedSettings
 from .models.sentence_files import transformer_dir
 from .models.settings_check import refuse_settings
 from .native import library
+from .sampling.kernel_trial import try_kernels
 from .scheduling.scheduler import Scheduler
 from .scheduling.speculation import Speculation
 from .weights import fp8
@@ -81,6 +82,7 @@ def assemble(bundle: Bundle, settings: EngineSettings) -> EngineParts:
         raise PackagingError(f"{type(loaded.model).__name__} is not supported: no vector can stand in for its tokens")
     lora = LoraPool(loaded.model, loaded.holder)
     forward = step_forward(loaded, cache, lora, settings)
+    try_kernels(loaded.vocab_size, loaded.dtype, loaded.device)
     num_tokens = settings.max_num_batched_tokens or _step_size(forward, cache, loaded, settings)
     speculation = _speculation(bundle, loaded, settings, memory, num_tokens)
     not_ahead = why_not_ahead(forward, settings)

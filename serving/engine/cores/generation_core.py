@@ -35,6 +35,7 @@ from ..requests.delivery import Delivery
 from ..requests.finisher import RequestFinisher
 from ..requests.image_features import ImageFeatureCache
 from ..requests.request_check import check_beams, with_learned_prompt
+from ..sampling.device_sampler import DeviceSampler
 from ..scheduling.inflight import InflightRequest
 from ..scheduling.prerequisites import Prerequisites
 from ..scheduling.scheduler import ScheduledChunk
@@ -60,8 +61,9 @@ class GenerationCore(EngineCore, pooled=False):
         self.grammars = Grammars(read, lambda: self._wake())
         scheduler, cache = parts.scheduler, parts.cache
         self.finisher = RequestFinisher(self.inflight, scheduler, cache, self.grammars)
-        self._delivery = Delivery(self.inflight, scheduler, cache, self.finisher, self._add_member)
-        self.ahead = LaunchAhead(parts.ahead, scheduler, cache)
+        sampler = DeviceSampler()
+        self._delivery = Delivery(self.inflight, scheduler, cache, self.finisher, self._add_member, sampler)
+        self.ahead = LaunchAhead(parts.ahead, scheduler, cache, sampler)
         self._next_id = 0
         self._goes_on = False
 

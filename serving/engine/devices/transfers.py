@@ -4,6 +4,7 @@ launched before it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,3 +31,11 @@ def staging(size: int, dtype: Any, device: Any) -> Any:
     """Return a CPU tensor [size] to be filled and copied to ``device`` without waiting: pinned, for CUDA. torch reuses
     its memory once the copy is done."""
     return torch.empty(size, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
+
+
+@lru_cache(maxsize=256)
+def constant(values: tuple[Any, ...], dtype: Any, device: Any) -> Any:
+    """Return ``values`` as ``upload_values`` does, as a tensor that later calls share: it must not be written.
+
+    What is the same in every step of a batch is then uploaded once."""
+    return upload_values(values, dtype, device)

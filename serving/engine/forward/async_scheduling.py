@@ -24,23 +24,24 @@ import torch
 
 from ..attention.kv_cache import KVCache, Row
 from ..devices.transfers import upload, upload_values
-from ..sampling.sampler import NEEDS_FULL_SORT, choose, draw_unread, is_drawn_unread
+from ..sampling.device_sampler import DeviceSampler, Drawn
+from ..sampling.sampler import NEEDS_FULL_SORT, is_drawn_unread, may_be_undecided, sample
 from ..scheduling.scheduler import ScheduledChunk, Scheduler
-from ..scheduling.sequence import Sampled
+from ..scheduling.sequence import Sampled, SequenceState
 from .decode_graphs import GraphedForward
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A launched step of ``chunks`` of single tokens, with ``logits`` [B, V] and ``tokens`` int64 [B] on the device.
+    """A launched step of ``chunks`` of single tokens, with ``logits`` [B, V] and what was ``drawn`` on the device.
 
-    ``copy``, the tokens on the host, is complete once the CUDA event ``is_copied`` has occurred (None if there is
-    nothing to wait for). ``unfounded``: sequences whose row was computed from a token that is not theirs."""
+    ``copy``, the same on the host, is complete once the CUDA event ``is_copied`` has occurred (None if there is nothing
+    to wait for). ``unfounded``: sequences whose row was computed from a token that is not theirs."""
 
     chunks: Sequence[ScheduledChunk]
     logits: Any
-    tokens: Any
-    copy: Any
+    drawn: Drawn
+    copy: Drawn
     is_copied: Any
     unfounded: set[int] = field(default_factory=set)
 
@@ -55,23 +56,31 @@ class LaunchedStep:
         """The row of each sequence, by its id."""
         return {chunk.sequence.id: i for i, chunk in enumerate(self.chunks)}
 
-    def read(self) -> list[int]:
+    @property
+    def unwanted(self) -> list[SequenceState]:
+        """The sequences whose tokens are not to be delivered."""
+        wanted = {chunk.sequence.id for chunk in self.wanted}
+        return [chunk.sequence for chunk in self.chunks if chunk.sequence.id not in wanted]
+
+    def read(self) -> list[Sampled]:
         """Wait for the tokens and return them."""
         if self.is_copied is not None:
             self.is_copied.synchronize()
-        tokens: list[int] = self.copy.tolist()
-        return tokens
+        return self.copy.sampled()
 
 
 class LaunchAhead:
     """The owner of the step that is launched but not read, if there is one. With ``graphs`` None nothing is launched
     ahead."""
 
-    def __init__(self, graphs: GraphedForward | None, scheduler: Scheduler, cache: KVCache) -> None:
+    def __init__(
+        self, graphs: GraphedForward | None, scheduler: Scheduler, cache: KVCache, sampler: DeviceSampler
+    ) -> None:
         self._graphs = graphs
         self._scheduler = scheduler
         self._cache = cache
         self._launched: LaunchedStep | None = None
+        self._sampler = sampler
 
     @property
     def launched(self) -> list[ScheduledChunk]:
@@ -93,6 +102,8 @@ class LaunchAhead:
         Returns those of ``chunks`` that are wanted, and their tokens. Their KV is marked as valid."""
         launched, self._launched = self._launched, None
         if launched is None or not launched.wanted:
+            if launched is not None:
+                self._sampler.forget(launched.unwanted)
             ids = np.concatenate([chunk.sequence.slice(chunk.start, chunk.start + 1) for chunk in chunks]).astype(
                 np.int64
             )
@@ -103,12 +114,13 @@ class LaunchAhead:
     def drop(self) -> None:
         """Forget the launched step; its chunks will be computed again."""
         self._launched = None
+        self._sampler.clear()
 
     def follow(self, step: LaunchedStep) -> LaunchedStep | None:
         chunks = self._scheduler.following(step.wanted)
         if not chunks:
             return None
-        ids = step.tokens  # a negative number is no token: its sequence ends, or its row is unfounded
+        ids = step.drawn.tokens  # a negative number is no token: its sequence ends, or its row is unfounded
         if len(chunks) < len(step.chunks):
             row_of = step.rows
             rows = [row_of[chunk.sequence.id] for chunk in chunks]
@@ -120,31 +132,33 @@ class LaunchAhead:
         rows = [Row(chunk.sequence.id, chunk.start, 1) for chunk in chunks]
         found = self._graphs.decode(ids, rows, adapters_of(chunks))
         sequences, positions = [chunk.sequence for chunk in chunks], [chunk.start + 1 for chunk in chunks]
-        tokens = draw_unread(found.logits, sequences, positions, found.largest)
-        # ``_read`` may look at the logits of rows that were drawn, after the next step has overwritten them
-        logits = found.logits if tokens is found.largest else found.logits.clone()
-        if tokens.device.type != "cuda":
-            return LaunchedStep(chunks, logits, tokens, tokens, None)
-        copy = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        copy.copy_(tokens, non_blocking=True)
+        drawn = self._sampler.draw(found.logits, sequences, positions, ids, found.largest)
+        logits = found.logits
+        if any(may_be_undecided(sequence, logits.device) for sequence in sequences):
+            logits = logits.clone()  # ``_read`` looks at them after the next step has overwritten them
+        if drawn.tokens.device.type != "cuda":
+            return LaunchedStep(chunks, logits, drawn, drawn, None)
+        copy = drawn.copied()
         is_copied = torch.cuda.Event()
-        is_copied.record(torch.cuda.current_stream(tokens.device))
-        return LaunchedStep(chunks, logits, tokens, copy, is_copied)
+        is_copied.record(torch.cuda.current_stream(drawn.tokens.device))
+        return LaunchedStep(chunks, logits, drawn, copy, is_copied)
 
     def _read(self, step: LaunchedStep) -> tuple[list[ScheduledChunk], list[Sampled]]:
-        tokens, rows, wanted = step.read(), step.rows, step.wanted
+        sampled, rows, wanted = step.read(), step.rows, step.wanted
+        self._sampler.forget(step.unwanted)
         for chunk in wanted:
             sequence = chunk.sequence
             sequence.num_computed = chunk.start + 1
             self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
-        undecided = [chunk.sequence for chunk in wanted if tokens[rows[chunk.sequence.id]] == NEEDS_FULL_SORT]
+        undecided = [chunk.sequence for chunk in wanted if sampled[rows[chunk.sequence.id]].token_id == NEEDS_FULL_SORT]
         if undecided:
-            chosen = choose(step.logits[[rows[sequence.id] for sequence in undecided]], undecided)
-            for sequence, token in zip(undecided, chosen, strict=True):
-                tokens[rows[sequence.id]] = token
+            self._sampler.forget(undecided)
+            chosen = sample(step.logits[[rows[sequence.id] for sequence in undecided]], undecided)
+            for sequence, one in zip(undecided, chosen, strict=True):
+                sampled[rows[sequence.id]] = one
             if self._launched is not None:
                 self._launched.unfounded.update(sequence.id for sequence in undecided)
-        return wanted, [Sampled(tokens[rows[chunk.sequence.id]]) for chunk in wanted]
+        return wanted, [sampled[rows[chunk.sequence.id]] for chunk in wanted]
 
     @property
     def _device(self) -> Any:

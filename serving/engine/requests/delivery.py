@@ -15,7 +15,8 @@ from ...interface.stop_rule import StopReason
 from ..attention.kv_cache import KVCache
 from ..beams.beam_group import BeamGroup
 from ..constraints.logits_processors import nothing_left
-from ..sampling.sampler import sample, score_prompt
+from ..sampling.device_sampler import DeviceSampler
+from ..sampling.sampler import score_prompt
 from ..scheduling.inflight import InflightRequests
 from ..scheduling.scheduler import ScheduledChunk, Scheduler
 from ..scheduling.sequence import NO_ALLOWED_TOKEN, Sampled, SamplePosition, SequenceGroup, SequenceState
@@ -33,12 +34,14 @@ class Delivery:
         cache: KVCache,
         exits: RequestFinisher,
         add_member: Callable[[SequenceGroup, int], SequenceState],
+        sampler: DeviceSampler,
     ) -> None:
         self._inflight = inflight
         self._scheduler = scheduler
         self._cache = cache
         self._exits = exits
         self._add_member = add_member
+        self._sampler = sampler
         self._began, self._batch_size = 0.0, 0  # of the step that is being delivered
 
     def process_outputs(
@@ -69,7 +72,7 @@ class Delivery:
             if chunk.sequence.reads_prompt and chunk.sequence.status == "running":
                 self._read_prompt(chunk, logits[first:at])
         if places:
-            sampled = sample(logits if len(rows) == len(logits) else logits[rows], places)
+            sampled = self._sampler.sample(logits if len(rows) == len(logits) else logits[rows], places)
             for chunk, start, end in shares:
                 wanted = logits[rows[start:end]] if chunk.sequence.sampling.generation_logits else None
                 if chunk.num_drafted:

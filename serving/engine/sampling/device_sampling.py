@@ -6,6 +6,7 @@ device in each step. Here each time is made on the device, where it is needed, f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +14,26 @@ import torch
 
 from ...interface.request import Sampling
 from ..devices import triton_support
-from ..devices.transfers import upload_values
+from ..devices.transfers import constant, upload_values
+from .top_logits import MAX_COUNT, top_logits
 
 BLOCK = 1024  # tokens that one program compares
+TILE = 4096  # tokens that a program searching a row compares at a time
+RANGE = 40.0  # less probable tokens than exp(-RANGE) times the likeliest are in no nucleus
+DIGITS = 8  # of the place where a nucleus ends, to RANGE / 8 ** DIGITS
+
+
+_refused: dict[Any, str] = {}
 
 
 def is_offered(device: Any) -> bool:
-    """Return whether times can be made on this device."""
-    return triton_support.enabled(device)
+    """Return whether the kernels of this package run on a device."""
+    return triton_support.enabled(device) and device not in _refused
+
+
+def refuse(device: Any, reason: str) -> None:
+    """Do without the kernels on a device from now on."""
+    _refused[device] = reason
 
 
 def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int, device: Any) -> Any:
@@ -34,22 +47,62 @@ def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int, devi
     return times
 
 
-def race(logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]) -> Any:
-    """Return the winner of each row of ``logits`` float32 [B, V] at its temperature, as int64 [B] on the device.
+def exponentials_at(ids: Any, seeds: Sequence[int], positions: Sequence[int]) -> Any:
+    """Return the times of the tokens ``ids`` int64 [B, N] alone."""
+    from . import device_sampling_kernel as kernel
 
-    Only tokens with at least ``min_p`` of the likeliest token's probability take part. The host does not wait."""
+    (rows, width), device = ids.shape, ids.device
+    times = torch.empty(rows, width, dtype=torch.float32, device=device)
+    grid = rows, -(-width // BLOCK)
+    kernel.exponentials_at[grid](sampling_keys(seeds, positions, device), ids.contiguous(), times, width, BLOCK=BLOCK)
+    return times
+
+
+def race(logits: Any, best: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]) -> Any:
+    """Return the winner of each row of ``logits`` [B, V] at its temperature, as int64 [B] on the device.
+
+    Tokens take part by ``top_p``, ``min_p`` and ``typical_p``, with all that are as probable as the last of them to
+    float32's precision; ``best`` [B] are the largest logits. The host does not wait."""
     from . import device_sampling_kernel as kernel
 
     (rows, size), device = logits.shape, logits.device
-    scales = upload_values([1.0 / p.temperature for p in parameters], torch.float32, device)
-    least = upload_values([p.min_p for p in parameters], torch.float32, device)
-    floors = logits.amax(-1) * scales + torch.log(least)  # -inf if min_p is 0
-    chunks = -(-size // BLOCK)
-    scores = torch.empty(rows, chunks, dtype=torch.float32, device=device)
-    winners = torch.empty(rows, chunks, dtype=torch.int64, device=device)
+    assert logits.stride(1) == 1
+    scales = constant(tuple(1.0 / p.temperature for p in parameters), torch.float32, device)
+    limits = tuple((p.top_p, -math.log(p.min_p) if p.min_p else math.inf, p.typical_p) for p in parameters)
+    floors, ceilings = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    kernel.bounds[(rows,)](
+        logits, best.float(), scales, constant(limits, torch.float32, device), floors, ceilings, logits.stride(0), size,
+        TILE=TILE, RANGE=RANGE, DIGITS=DIGITS, num_warps=16,
+    )  # fmt: skip
+    blocks = -(-size // BLOCK)
+    scores = torch.empty(rows, blocks, dtype=torch.float32, device=device)
+    winners = torch.empty(rows, blocks, dtype=torch.int64, device=device)
     keys = sampling_keys(seeds, positions, device)
-    kernel.race[(rows, chunks)](logits.contiguous(), keys, scales, floors, scores, winners, size, BLOCK=BLOCK)
+    kernel.race[(rows, blocks)](
+        logits, keys, scales, floors, ceilings, scores, winners, logits.stride(0), size, BLOCK=BLOCK
+    )
     return winners.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+
+
+def race_limited(logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]) -> Any:
+    """Do what ``race`` does for rows with a top_k of at most ``MAX_COUNT``, within that, top_p and min_p."""
+    from . import device_sampling_kernel as kernel
+
+    rows, device = len(logits), logits.device
+    found = top_logits(logits, min(max(p.top_k for p in parameters), logits.shape[-1]))
+    width = found.values.shape[1]
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    kernel.race_limited[(rows,)](
+        found.values,
+        found.ids,
+        sampling_keys(seeds, positions, device),
+        constant(tuple(p.temperature for p in parameters), torch.float32, device),
+        constant(tuple((float(p.top_k), p.top_p, p.min_p) for p in parameters), torch.float64, device),
+        tokens,
+        width,
+        PADDED=MAX_COUNT,
+    )
+    return tokens
 
 
 def sampling_keys(seeds: Sequence[int], positions: Sequence[int], device: Any) -> Any:

@@ -15,10 +15,10 @@ import triton.language as tl
 
 
 @triton.jit
-def bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """Return 32 random bits for each ``token``; ``seed`` and ``position`` are uint64 scalars."""
-    nothing = (token * 0).to(tl.uint64)
-    c0 = (token // 8 + 1).to(tl.uint64)
+def words(seed: tl.tensor, position: tl.tensor, counter: tl.tensor):  # type: ignore[no-untyped-def]
+    """Return the four words of 64 bits at each ``counter``, int32; ``seed`` and ``position`` are uint64 scalars."""
+    nothing = (counter * 0).to(tl.uint64)
+    c0 = counter.to(tl.uint64)
     c1 = nothing
     c2 = nothing
     c3 = nothing
@@ -39,10 +39,25 @@ def bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
         c3 = low0
         k0 = k0 + w0
         k1 = k1 + w1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def bits(seed: tl.tensor, position: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """Return 32 random bits for each ``token``."""
+    c0, c1, c2, c3 = words(seed, position, token // 8 + 1)
     word = (token % 8) // 2
     chosen = tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
     half = tl.where(token % 2 == 0, chosen, chosen >> 32)
     return (half & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def block_bits(seed: tl.tensor, position: tl.tensor, block: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return what ``bits`` returns for the tokens of a block, [BLOCK], by an eighth of its arithmetic."""
+    c0, c1, c2, c3 = words(seed, position, block * (BLOCK // 8) + tl.arange(0, BLOCK // 8) + 1)
+    chosen = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
+    return tl.interleave((chosen & 0xFFFFFFFF).to(tl.uint32), (chosen >> 32).to(tl.uint32))
 
 
 @triton.jit
@@ -57,10 +72,22 @@ def time_of(random: tl.tensor) -> tl.tensor:
 @triton.jit
 def exponentials(keys: tl.tensor, times: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(keys + 2 * row).to(tl.uint64, bitcast=True)
     position = tl.load(keys + 2 * row + 1).to(tl.uint64, bitcast=True)
-    tl.store(times + row * size + token, time_of(bits(seed, position, token)), mask=token < size)
+    tl.store(times + row * size + token, time_of(block_bits(seed, position, block, BLOCK)), mask=token < size)
+
+
+@triton.jit
+def exponentials_at(keys: tl.tensor, ids: tl.tensor, times: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Write the times of the tokens ``ids`` int64 [B, width]."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    seed = tl.load(keys + 2 * row).to(tl.uint64, bitcast=True)
+    position = tl.load(keys + 2 * row + 1).to(tl.uint64, bitcast=True)
+    token = tl.load(ids + row * width + place, mask=place < width, other=0).to(tl.int32)
+    tl.store(times + row * width + place, time_of(bits(seed, position, token)), mask=place < width)
 
 
 @triton.jit
@@ -69,20 +96,147 @@ def race(
     keys: tl.tensor,
     scales: tl.tensor,
     floors: tl.tensor,
+    ceilings: tl.tensor,
     scores: tl.tensor,
     winners: tl.tensor,
+    stride: tl.tensor,
     size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Find the first of a program's tokens to arrive: that with the largest logit / temperature - log(time)."""
+    """Find the first of a program's tokens to arrive: that with the largest logit / temperature - log(time), of those
+    within ``floors`` and ``ceilings`` of logit / temperature."""
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(keys + 2 * row).to(tl.uint64, bitcast=True)
     position = tl.load(keys + 2 * row + 1).to(tl.uint64, bitcast=True)
-    logit = tl.load(logits + row * size + token, mask=token < size, other=float("-inf")) * tl.load(scales + row)
-    arrival = logit - tl.log(time_of(bits(seed, position, token)))
-    arrival = tl.where(logit < tl.load(floors + row), float("-inf"), arrival)
-    place = row * tl.num_programs(1) + chunk
+    logit = tl.load(logits + row * stride + token, mask=token < size, other=float("-inf")).to(tl.float32)
+    logit = logit * tl.load(scales + row)
+    arrival = logit - tl.log(time_of(block_bits(seed, position, block, BLOCK)))
+    outside = (logit < tl.load(floors + row)) | (logit > tl.load(ceilings + row))
+    arrival = tl.where(outside, float("-inf"), arrival)
+    place = row * tl.num_programs(1) + block
     tl.store(scores + place, tl.max(arrival, 0))
-    tl.store(winners + place, (chunk * BLOCK + tl.argmax(arrival, 0)).to(tl.int64))
+    tl.store(winners + place, (block * BLOCK + tl.argmax(arrival, 0)).to(tl.int64))
+
+
+@triton.jit
+def share_within(
+    logits: tl.tensor,
+    top: tl.tensor,
+    scale: tl.tensor,
+    center: tl.tensor,
+    far: tl.tensor,
+    share: tl.tensor,
+    size: tl.tensor,
+    TILE: tl.constexpr,
+    RANGE: tl.constexpr,
+    DIGITS: tl.constexpr,
+) -> tl.tensor:
+    """Return how far from ``center`` the tokens of a row are that are kept: those to which less than ``share`` of the
+    probability of all tokens up to ``far`` is nearer.
+
+    Distances are (top - logit) * scale. They are searched in steps of RANGE / 8 ** DIGITS, an octal digit a pass;
+    tokens within a step of each other are kept together. A share of 1 keeps all."""
+    steps: tl.constexpr = 8**DIGITS
+    part = tl.arange(0, 8)
+    low = 0
+    span = steps
+    wanted = 0.0
+    for digit in range(tl.where(share < 1.0, DIGITS, 0)):
+        span = span // 8
+        ends = low + (part + 1) * span
+        sums = tl.zeros([8, TILE], dtype=tl.float32)
+        for first in range(0, size, TILE):
+            token = first + tl.arange(0, TILE)
+            value = tl.load(logits + token, mask=token < size, other=float("-inf")).to(tl.float32)
+            distance = tl.minimum((top - value) * scale, RANGE)
+            place = (tl.minimum(tl.abs(distance - center), RANGE) * (steps / RANGE)).to(tl.int32)
+            weight = tl.where(distance <= far, tl.exp(-distance), 0.0)
+            sums += tl.where(place[None, :] < ends[:, None], weight[None, :], 0.0)
+        before = tl.sum(sums, 1)
+        if digit == 0:  # the last part ends the whole range
+            wanted = share * tl.max(before, 0)
+        low += span * tl.sum(((before < wanted) & (part < 7)).to(tl.int32), 0)
+    return tl.where(share < 1.0, (low + 1) * (RANGE / steps), RANGE * RANGE)
+
+
+@triton.jit
+def bounds(
+    logits: tl.tensor,
+    best: tl.tensor,
+    scales: tl.tensor,
+    limits: tl.tensor,
+    floors: tl.tensor,
+    ceilings: tl.tensor,
+    stride: tl.tensor,
+    size: tl.tensor,
+    TILE: tl.constexpr,
+    RANGE: tl.constexpr,
+    DIGITS: tl.constexpr,
+) -> None:
+    """Find between which scaled logits a row's tokens are kept by top_p, then min_p, then typical_p.
+
+    ``limits`` float32 [B, 3] are top_p, -log(min_p) and typical_p. The surprise of a token is its distance from the
+    best plus a constant, so what is typical is near the mean distance."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * stride
+    scale = tl.load(scales + row)
+    top = tl.load(best + row)
+    typical = tl.load(limits + 3 * row + 2)
+    zero = typical * 0.0
+    far = share_within(start, top, scale, zero, zero + RANGE, tl.load(limits + 3 * row), size, TILE, RANGE, DIGITS)
+    far = tl.minimum(far, tl.load(limits + 3 * row + 1))
+    near = -far
+    if typical < 1.0:
+        weights = tl.zeros([TILE], dtype=tl.float32)
+        distances = tl.zeros([TILE], dtype=tl.float32)
+        for first in range(0, size, TILE):
+            token = first + tl.arange(0, TILE)
+            value = tl.load(start + token, mask=token < size, other=float("-inf")).to(tl.float32)
+            distance = tl.minimum((top - value) * scale, RANGE)
+            weight = tl.where(distance <= far, tl.exp(-distance), 0.0)
+            weights += weight
+            distances += weight * distance
+        mean = tl.sum(distances, 0) / tl.sum(weights, 0)
+        width = share_within(start, top, scale, mean, far, typical, size, TILE, RANGE, DIGITS)
+        far = tl.minimum(far, mean + width)
+        near = mean - width
+    rounding = tl.abs(top * scale) * 4e-7
+    tl.store(floors + row, top * scale - far - rounding)
+    tl.store(ceilings + row, top * scale - near + rounding)
+
+
+@triton.jit(do_not_specialize=["width"])
+def race_limited(
+    values: tl.tensor,
+    ids: tl.tensor,
+    keys: tl.tensor,
+    temperatures: tl.tensor,
+    limits: tl.tensor,
+    tokens: tl.tensor,
+    width: tl.tensor,
+    PADDED: tl.constexpr,
+) -> None:
+    """Draw from the ``limits[0]`` largest logits of a row, then by top_p and min_p, ``limits`` float64 [B, 3].
+
+    ``values`` float32 [B, width] are in descending order. See ``sampler.truncate``."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PADDED)
+    mask = place < width
+    seed = tl.load(keys + 2 * row).to(tl.uint64, bitcast=True)
+    position = tl.load(keys + 2 * row + 1).to(tl.uint64, bitcast=True)
+    value = tl.load(values + row * width + place, mask=mask, other=float("-inf")) / tl.load(temperatures + row)
+    token = tl.load(ids + row * width + place, mask=mask, other=0)
+    top_k = tl.load(limits + 3 * row)
+    top_p = tl.load(limits + 3 * row + 1)
+    min_p = tl.load(limits + 3 * row + 2)
+    value = tl.where(place < top_k, value, float("-inf")).to(tl.float64)
+    weight = tl.exp(value - tl.max(value, 0))
+    weight = weight / tl.sum(weight, 0)
+    before = tl.cumsum(weight, 0) - weight
+    weight = tl.where((before < top_p) | (place == 0), weight, 0.0)
+    weight = tl.where(weight < tl.max(weight, 0) * min_p, 0.0, weight)
+    arrival = weight / time_of(bits(seed, position, token.to(tl.int32))).to(tl.float64)
+    winner = tl.argmax(tl.where(mask, arrival, -1.0), 0)
+    tl.store(tokens + row, tl.load(ids + row * width + tl.minimum(winner, width - 1)))

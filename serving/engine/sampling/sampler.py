@@ -21,7 +21,7 @@ import torch
 from ...interface.events import TokenLogprob
 from ...interface.request import Sampling
 from ..constraints.grammar_state import unpacked
-from ..devices.transfers import to_device, upload_values
+from ..devices.transfers import constant, to_device, upload
 from ..native import sampler as native
 from ..scheduling.sequence import NO_ALLOWED_TOKEN, Sampled, SamplePosition
 from . import device_sampling
@@ -29,6 +29,7 @@ from .greedy import greedy_tokens
 from .randomness import exponentials
 from .rejection_sampling import draft_of, is_drafted
 from .rejection_sampling import draw as draw_drafted
+from .top_logits import MAX_COUNT, top_logits
 
 MAX_TRUNCATED_CANDIDATES = 1024  # top tokens considered before a row with top_p is fully sorted
 NEEDS_FULL_SORT = -3  # in place of a token, if the row has to be fully sorted first
@@ -78,14 +79,14 @@ def _is_settled(largest: int, sequence: SamplePosition) -> bool:
     """Return whether the token with the largest logit is the result. A stop token that may not come yet does not change
     any other token's logit."""
     p = sequence.sampling
-    if p.temperature != 0.0 or p.grammar is not None or _has_logit_changes(sequence):
+    if p.temperature != 0.0 or p.grammar is not None or has_logit_changes(sequence):
         return False
     return not _forbids_stops(sequence) or largest not in p.stop_token_ids
 
 
 def is_adjusted(sequence: SamplePosition) -> bool:
     """Return whether ``adjust`` changes the logits of a sequence."""
-    return _has_logit_changes(sequence) or _forbids_stops(sequence)
+    return has_logit_changes(sequence) or _forbids_stops(sequence)
 
 
 def _forbids_stops(sequence: SamplePosition) -> bool:
@@ -93,15 +94,15 @@ def _forbids_stops(sequence: SamplePosition) -> bool:
     return p.min_tokens > 0 and bool(p.stop_token_ids) and not sequence.stop_rule.may_stop(sequence.num_generated + 1)
 
 
-def _has_logit_changes(sequence: SamplePosition) -> bool:
+def has_logit_changes(sequence: SamplePosition) -> bool:
+    """Return whether ``adjust`` may change logits of a sequence wherever it is."""
+    return has_penalties(sequence) or bool(sequence.sampling.logit_bias) or sequence.processors is not None
+
+
+def has_penalties(sequence: SamplePosition) -> bool:
+    """Return whether the tokens that a sequence has change its logits."""
     p = sequence.sampling
-    return (
-        p.repetition_penalty != 1.0
-        or p.presence_penalty != 0.0
-        or p.frequency_penalty != 0.0
-        or bool(p.logit_bias)
-        or sequence.processors is not None
-    )
+    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
 
 def _is_drawn_natively(sequence: SamplePosition) -> bool:
@@ -127,16 +128,33 @@ def score_prompt(logits: Any, start: int, sequence: SamplePosition) -> list[Toke
 
 def logprobs(logits: Any, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
     """Return log probabilities before penalties; ``counts`` is how many of the top tokens to list for each row."""
+    own = torch.tensor(token_ids, device=logits.device)
+    return listed(token_ids, *score(logits, own, max(counts)), counts)
+
+
+def score(logits: Any, token_ids: Any, max_count: int) -> tuple[Any, Any, Any]:
+    """Return the log probabilities of ``token_ids`` int64 [B], and of the best tokens with their ids, [B, count]."""
+    if max_count <= MAX_COUNT and device_sampling.is_offered(logits.device):
+        found = top_logits(logits, min(max(max_count, 1), logits.shape[-1]))
+        own = logits.gather(1, token_ids[:, None])[:, 0].float() - found.totals
+        return own, found.values[:, :max_count] - found.totals[:, None], found.ids[:, :max_count]
     scores = torch.log_softmax(logits.float(), dim=-1)
-    own = scores.gather(1, torch.tensor(token_ids, device=scores.device)[:, None])[:, 0].tolist()
-    max_count = min(max(counts), scores.shape[-1])
+    own = scores.gather(1, token_ids[:, None])[:, 0]
     if not max_count:
-        return [TokenLogprob(t, p) for t, p in zip(token_ids, own, strict=True)]
-    values, ids = scores.topk(max_count, dim=-1)
+        return own, scores[:, :0], own[:0].long()
+    values, ids = scores.topk(min(max_count, scores.shape[-1]), dim=-1)
+    return own, values, ids
+
+
+def listed(token_ids: Sequence[int], own: Any, values: Any, ids: Any, counts: Sequence[int]) -> list[TokenLogprob]:
+    """Return what ``score`` found as log probabilities, each with the best ``counts[i]`` tokens of its row."""
+    probabilities: list[float] = own.tolist()
+    if not max(counts):
+        return [TokenLogprob(t, p) for t, p in zip(token_ids, probabilities, strict=True)]
     tops = [
         tuple(zip(i[:n], v[:n], strict=True)) for i, v, n in zip(ids.tolist(), values.tolist(), counts, strict=True)
     ]
-    return [TokenLogprob(t, p, top) for t, p, top in zip(token_ids, own, tops, strict=True)]
+    return [TokenLogprob(t, p, top) for t, p, top in zip(token_ids, probabilities, tops, strict=True)]
 
 
 def _sample_rows(logits: Any, sequences: Sequence[SamplePosition]) -> list[int]:
@@ -190,56 +208,76 @@ def draw_tokens(kind: str, logits: Any, sequences: Sequence[SamplePosition]) -> 
         return draw_drafted(distribution(logits, parameters).cpu(), torch.stack(drafted), drafts, seeds, positions)
     if native.can_draw(logits):
         return native.draw(logits, parameters, seeds, positions)
-    tokens: list[int] = _race_rows(kind, logits, parameters, seeds, positions).tolist()
+    tokens: list[int] = _race_rows(kind, logits, greedy_tokens(logits), parameters, seeds, positions).tolist()
     for i in [i for i, token in enumerate(tokens) if token == NEEDS_FULL_SORT]:
         tokens[i] = _draw_sorted(logits[i : i + 1], parameters[i], seeds[i], positions[i])
     return tokens
 
 
 def is_drawn_unread(sequence: SamplePosition) -> bool:
-    """Return whether ``draw_unread`` supports a sequence: its tokens depend only on logits, seed, position and
-    parameters, and nothing else about them is requested."""
+    """Return whether ``DeviceSampler`` supports a sequence: nothing that is requested needs its last token on the
+    host."""
     p = sequence.sampling
-    if p.grammar is not None or p.draft is not None or p.logprobs is not None or p.generation_logits:
-        return False
-    return not is_adjusted(sequence)
+    return p.grammar is None and p.draft is None and not p.generation_logits
 
 
 def draw_unread(logits: Any, sequences: Sequence[SamplePosition], positions: Sequence[int], largest_tokens: Any) -> Any:
-    """Return what ``choose`` returns, int64 [B] on the device of ``logits`` [B, V], without waiting for it;
+    """Return what ``choose`` draws of adjusted ``logits`` [B, V], int64 [B] on their device, without waiting for it;
     ``NEEDS_FULL_SORT`` where only ``choose`` can tell. ``positions`` are those of the tokens; ``largest_tokens`` are
     ``greedy_tokens(logits)``, and the result itself if all sequences are greedy."""
     tokens = largest_tokens
     kinds: dict[str, list[int]] = {}
     for i, sequence in enumerate(sequences):
-        kinds.setdefault(_kind(sequence), []).append(i)
+        kinds.setdefault(_kind_unread(sequence, logits.device), []).append(i)
     for kind, rows in kinds.items():
         if kind == "greedy":
             continue
         chosen = [sequences[i] for i in rows]
         own = [s.sampling for s in chosen], [s.seed for s in chosen], [positions[i] for i in rows]
         if len(rows) == len(sequences):
-            tokens = _race_rows(kind, logits.float(), *own)
+            tokens = _race_rows(kind, logits, largest_tokens, *own)
         else:
-            at = upload_values(rows, torch.int64, logits.device)
-            drawn = _race_rows(kind, logits.index_select(0, at).float(), *own)
+            at = constant(tuple(rows), torch.int64, logits.device)
+            drawn = _race_rows(kind, logits.index_select(0, at), largest_tokens.index_select(0, at), *own)
             tokens = tokens.index_copy(0, at, drawn)
     return tokens if tokens is largest_tokens else torch.where(largest_tokens < 0, -1, tokens)
 
 
+def may_be_undecided(sequence: SamplePosition, device: Any) -> bool:
+    """Return whether ``draw_unread`` may return ``NEEDS_FULL_SORT``."""
+    return _kind_unread(sequence, device) == "truncated"
+
+
+def _kind_unread(sequence: SamplePosition, device: Any) -> str:
+    kind, p = _kind(sequence), sequence.sampling
+    if kind not in ("truncated", "typical") or not device_sampling.is_offered(device):
+        return kind
+    if not p.top_k:
+        return "whole"
+    return "limited" if kind == "truncated" and p.top_k <= MAX_COUNT else kind
+
+
 def _race_rows(
-    kind: str, logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]
+    kind: str,
+    logits: Any,
+    largest_tokens: Any,
+    parameters: Sequence[Sampling],
+    seeds: Sequence[int],
+    positions: Sequence[int],
 ) -> Any:
-    """Return tokens int64 [B] on the device of ``logits`` float32 [B, V], ``NEEDS_FULL_SORT`` for "truncated" rows that
-    have to be fully sorted."""
+    """Return tokens int64 [B] on the device of ``logits`` [B, V], ``NEEDS_FULL_SORT`` for "truncated" rows that have to
+    be fully sorted."""
+    if kind == "limited":
+        return device_sampling.race_limited(logits, parameters, seeds, positions)
     if device_sampling.is_offered(logits.device) and kind == "whole":
-        return device_sampling.race(logits, parameters, seeds, positions)
+        best = logits.gather(1, largest_tokens.clamp_min(0)[:, None])[:, 0]
+        return device_sampling.race(logits, best, parameters, seeds, positions)
+    logits = logits.float() / _column(parameters, "temperature", torch.float32, logits.device)
+    if kind == "truncated":
+        return _draw_truncated(logits, parameters, seeds, positions)
     times = _times(seeds, positions, logits)
-    logits = logits / _column(parameters, "temperature", logits)
     if kind == "whole":
         return race(_min_p(torch.softmax(logits, -1), parameters), times)
-    if kind == "truncated":
-        return _draw_truncated(logits, parameters, times)
     return _draw_typical(logits, parameters, times)
 
 
@@ -250,18 +288,26 @@ def _times(seeds: Sequence[int], positions: Sequence[int], like: Any) -> Any:
     return to_device(exponentials(seeds, positions, size), device)
 
 
-def _draw_truncated(logits: Any, parameters: Sequence[Sampling], times: Any) -> Any:
+def _times_at(ids: Any, seeds: Sequence[int], positions: Sequence[int], like: Any) -> Any:
+    """Return the times of the tokens ``ids`` [B, N]."""
+    if device_sampling.is_offered(like.device):
+        return device_sampling.exponentials_at(ids, seeds, positions)
+    return _times(seeds, positions, like).gather(1, ids)
+
+
+def _draw_truncated(logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]) -> Any:
     """Draw from the best ``MAX_TRUNCATED_CANDIDATES``; return ``NEEDS_FULL_SORT`` for rows that need more."""
     V = logits.shape[-1]
     width = min(V, max([MAX_TRUNCATED_CANDIDATES, *(p.top_k for p in parameters if p.top_k < V)]))
     values, ids = logits.topk(width, dim=-1)
     totals = torch.logsumexp(logits, -1, keepdim=True)
-    tokens = ids.gather(1, race(truncate(values, totals, parameters), times.gather(1, ids))[:, None])[:, 0]
+    times = _times_at(ids, seeds, positions, logits)
+    tokens = ids.gather(1, race(truncate(values, totals, parameters), times)[:, None])[:, 0]
     wanted = [0.0 if 0 < p.top_k <= width else p.top_p for p in parameters]
     if width == V or not any(wanted):
         return tokens
     reached = torch.exp(values - totals).sum(-1).double()
-    return torch.where(reached < upload_values(wanted, torch.float64, logits.device), NEEDS_FULL_SORT, tokens)
+    return torch.where(reached < constant(tuple(wanted), torch.float64, logits.device), NEEDS_FULL_SORT, tokens)
 
 
 def _draw_sorted(logits: Any, parameters: Sampling, seed: int, position: int) -> int:
@@ -279,23 +325,23 @@ def truncate(values: Any, totals: Any, parameters: Sequence[Sampling]) -> Any:
     ``totals`` [B, 1] is the log of the whole row's sum; if top_k truncates, the remaining tokens count as the whole."""
     width = values.shape[-1]
     place = torch.arange(width, device=values.device)
-    limits = [[p.top_k if 0 < p.top_k < width else width] for p in parameters]
-    top_k = upload_values(limits, torch.int64, values.device)
-    limited = upload_values([[p.top_k > 0] for p in parameters], torch.bool, values.device)
+    limits = tuple((p.top_k if 0 < p.top_k < width else width,) for p in parameters)
+    top_k = constant(limits, torch.int64, values.device)
+    limited = constant(tuple((p.top_k > 0,) for p in parameters), torch.bool, values.device)
     weights = torch.exp(values.double() - totals.double()).masked_fill(place >= top_k, 0.0)
     weights = torch.where(limited, weights / weights.sum(-1, keepdim=True), weights)
     before = weights.cumsum(-1) - weights
-    keep = before < _column(parameters, "top_p", weights)
+    keep = before < _column(parameters, "top_p", weights.dtype, weights.device)
     keep[:, 0] = True
     return _min_p(weights * keep, parameters)
 
 
 def _draw_typical(logits: Any, parameters: Sequence[Sampling], times: Any) -> Any:
-    weights, token_ids = _typical(logits, parameters)
+    weights, token_ids = typical(logits, parameters)
     return token_ids.gather(1, race(weights, times.gather(1, token_ids))[:, None])[:, 0]
 
 
-def _typical(logits: Any, parameters: Sequence[Sampling]) -> tuple[Any, Any]:
+def typical(logits: Any, parameters: Sequence[Sampling]) -> tuple[Any, Any]:
     """Apply locally typical sampling (Meister et al. 2022), which orders tokens by how close their surprise is to the
     entropy.
 
@@ -309,7 +355,7 @@ def _typical(logits: Any, parameters: Sequence[Sampling]) -> tuple[Any, Any]:
     distance = (surprise - entropy).abs().nan_to_num(float("inf"))
     order = torch.argsort(distance, dim=-1, stable=True)
     ordered = weights.gather(1, order)
-    keep = ordered.cumsum(-1) - ordered < _column(parameters, "typical_p", ordered)
+    keep = ordered.cumsum(-1) - ordered < _column(parameters, "typical_p", ordered.dtype, ordered.device)
     keep[:, 0] = True
     return ordered * keep, ids.gather(1, order)
 
@@ -317,7 +363,7 @@ def _typical(logits: Any, parameters: Sequence[Sampling]) -> tuple[Any, Any]:
 def distribution(logits: Any, parameters: Sequence[Sampling]) -> Any:
     """Return the distribution that tokens are sampled from with these parameters: float64 [B, V], each row summing to
     one."""
-    weights, ids = _typical(logits / _column(parameters, "temperature", logits), parameters)
+    weights, ids = typical(logits / _column(parameters, "temperature", logits.dtype, logits.device), parameters)
     found = torch.zeros_like(weights).scatter_(1, ids, weights)
     return found / found.sum(-1, keepdim=True)
 
@@ -325,7 +371,7 @@ def distribution(logits: Any, parameters: Sequence[Sampling]) -> Any:
 def _min_p(weights: Any, parameters: Sequence[Sampling]) -> Any:
     if all(p.min_p == 0.0 for p in parameters):
         return weights
-    floor = weights.amax(-1, keepdim=True) * _column(parameters, "min_p", weights)
+    floor = weights.amax(-1, keepdim=True) * _column(parameters, "min_p", weights.dtype, weights.device)
     return weights.masked_fill(weights < floor, 0.0)
 
 
@@ -336,8 +382,8 @@ def race(weights: Any, times: Any) -> Any:
     return (weights / times).argmax(-1)
 
 
-def _column(parameters: Sequence[Sampling], name: str, like: Any) -> Any:
-    return upload_values([[getattr(p, name)] for p in parameters], like.dtype, like.device)
+def _column(parameters: Sequence[Sampling], name: str, dtype: Any, device: Any) -> Any:
+    return constant(tuple((getattr(p, name),) for p in parameters), dtype, device)
 
 
 def adjust(logits: Any, sequences: Sequence[SamplePosition]) -> None:
@@ -378,11 +424,25 @@ def restrict(logits: Any, sequences: Sequence[SamplePosition]) -> None:
     masked = [(i, s.grammar_state.allowed) for i, s in enumerate(sequences) if s.grammar_state is not None]
     if masked:
         rows, masks = zip(*masked, strict=True)
-        allowed = torch.from_numpy(unpacked(np.stack(masks), logits.shape[-1])).to(logits.device)
+        allowed = _allowed(np.stack(masks), logits)
         if len(rows) == len(logits):
             logits.masked_fill_(~allowed, float("-inf"))
         else:
-            logits[list(rows)] = logits[list(rows)].masked_fill_(~allowed, float("-inf"))
+            at = constant(rows, torch.int64, logits.device)
+            logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(~allowed, float("-inf")))
+
+
+def _allowed(masks: Any, logits: Any) -> Any:
+    """Return bitmasks [B, words] as booleans [B, V] on the device of ``logits``, to which the bits are copied."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(unpacked(masks, logits.shape[-1]))
+    return unpacked_by_torch(upload(masks.view(np.int32), logits.device), logits.shape[-1])
+
+
+def unpacked_by_torch(masks: Any, vocab_size: int) -> Any:
+    """Do what ``unpacked`` does with int32 [B, words] on a device."""
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
+    return bits.flatten(1)[:, :vocab_size].bool()
 
 
 def _index(ids: Any, like: Any) -> Any:

@@ -254,7 +254,7 @@ def test_one_failing_request_harms_no_other(
 
 def test_a_failing_sampler_fails_one_request(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the sampler fails only its own request, and nothing is left without an end."""
-    from mlflow_llm.serving.engine.requests import delivery as module
+    from mlflow_llm.serving.engine.sampling import device_sampler as module
 
     original = module.sample
 

@@ -9,13 +9,18 @@ from typing import Any
 
 import jsonschema
 import msgspec
+import numpy as np
 import pytest
+import torch
 from engine_runs import Outcome, run
 from grammar_runs import Texts, bundle_of, lark, regex, schema
 from tiny_models import request_of
 from tokenizer_kinds import KINDS
 
+from mlflow_llm.serving.engine.constraints.grammar_state import unpacked
 from mlflow_llm.serving.engine.core import EngineCore
+from mlflow_llm.serving.engine.sampling import device_sampler
+from mlflow_llm.serving.engine.sampling.sampler import unpacked_by_torch
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.request import ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -238,6 +243,46 @@ def test_tokens_that_are_not_allowed_never_win(bytes_core: EngineCore, bytes_bun
     )
     for outcome in found.values():
         assert re.fullmatch("[abc]{30}", texts.of(outcome.tokens[0]))
+
+
+def test_a_device_samples_within_grammars_too(
+    bytes_core: EngineCore, bytes_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sampler of devices, which waits once a step, gives the texts and log probabilities of the host's, within
+    grammars and beside them, with whatever else changes logits."""
+    texts = Texts(bytes_bundle)
+    changes = {"bad_words": ((texts.ids("a")[0],),), "no_repeat_ngram_size": 3, "frequency_penalty": 0.5}
+    requests = [
+        *mixed(texts),
+        within("min", texts.ids("the dog"), regex("[a-e]{0,40}"), min_tokens=12, seed=3),
+        within("changed", texts.ids("the dog"), regex("[a-z ]{0,60}"), seed=4, logprobs=1, **changes),
+        within("changed plain", texts.ids("the dog"), None, seed=4, max_tokens=30, **changes),
+        within("choices", texts.ids("the dog"), regex("[a-z]{5,20}"), n=2, repetition_penalty=1.5),
+    ]
+    plain = run(bytes_core, *requests)
+    steps = []
+
+    def noted(logits: Any) -> bool:
+        steps.append(len(logits))
+        return True
+
+    monkeypatch.setattr(device_sampler, "is_remote", noted)
+    found = run(bytes_core, *requests)
+    assert len(steps) > 30
+    for name, outcome in plain.items():
+        assert found[name].tokens == outcome.tokens, name
+        assert reasons(found[name]) == reasons(outcome)
+        own, other = found[name].logprobs[0], outcome.logprobs[0]
+        assert [one.token_id for one in own] == [one.token_id for one in other]
+        # the prompt's last bits depend on how much of it was found again
+        assert [one.logprob for one in own] == pytest.approx([one.logprob for one in other], abs=1e-3)
+
+
+def test_masks_are_unpacked_on_a_device() -> None:
+    """Bits that are unpacked by torch are those that numpy unpacks, the highest of a word too."""
+    masks = np.random.default_rng(0).integers(0, 1 << 32, (3, 5), dtype=np.uint32)
+    wanted = unpacked(masks, 140)
+    assert np.array_equal(unpacked_by_torch(torch.from_numpy(masks.view(np.int32)), 140).numpy(), wanted)
 
 
 def test_log_probabilities_are_of_the_whole_distribution(bytes_core: EngineCore, bytes_bundle: Bundle) -> None:

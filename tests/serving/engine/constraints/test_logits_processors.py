@@ -12,6 +12,7 @@ import transformers as tf
 from engine_runs import TOKEN_BYTES, Outcome, run, sequence_of, take
 from tiny_models import VOCAB, request_of
 
+from mlflow_llm.serving.engine.constraints.logits_processors import ANY, LogitsProcessors
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.sampling.sampler import adjust, sample
 from mlflow_llm.serving.engine.scheduling.sequence import NO_ALLOWED_TOKEN
@@ -283,3 +284,19 @@ def test_stop_sequences_end_texts_in_the_engine(tiny_bundle: Bundle) -> None:
     late = run(core, request_of("b", (4, 5, 6), max_tokens=20, temperature=1.0, min_tokens=8, stop_sequences=runs))["b"]
     assert late.tokens[0] == free[0]
     core.close()
+
+
+def test_pairs_are_what_is_forbidden_after_one_more_token() -> None:
+    """``forbidden_pairs`` of a text give, for each token that may come next, what ``forbidden`` gives after it."""
+    rng = random.Random(3)
+    for turn in range(150):
+        kinds = rng.choice([1, 2, 4])
+        tokens = np.array([rng.randint(3, 2 + kinds) for _ in range(rng.randint(0, 160))], dtype=np.int32)
+        words = tuple(tuple(rng.randint(3, 5) for _ in range(rng.randint(1, 4))) for _ in range(rng.choice([0, 6])))
+        size = rng.choice([0, 1, 2, 3, 5, 63, 64, 65, 66, 90])
+        processors = LogitsProcessors(Sampling(max_tokens=1, bad_words=words, no_repeat_ngram_size=size))
+        previous, then = processors.forbidden_pairs(tokens)
+        for token in (3, 4, 5, 9):
+            found = then[(previous == token) | (previous == ANY)]
+            wanted = processors.forbidden(np.append(tokens, np.int32(token)))
+            assert set(np.where(found == ANY, token, found).tolist()) == set(wanted.tolist()), (turn, token)

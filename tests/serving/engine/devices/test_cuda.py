@@ -83,11 +83,17 @@ def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monk
 
     monkeypatch.setattr(LaunchAhead, "follow", watched)
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.8, "top_k": 20}]
-    ways.append({"temperature": 0.9, "typical_p": 0.8})
+    ways += [{"temperature": 0.9, "typical_p": 0.8}, {"temperature": 0.9, "min_p": 0.1}, {"logprobs": 5}]
+    ways += [{"repetition_penalty": 1.2, "frequency_penalty": 0.2}, {"logit_bias": ((7, 3.0), (9, -100.0))}]
+    ways += [{"bad_words": ((5,), (7, 8)), "no_repeat_ngram_size": 3}]
+    ways += [
+        {"min_tokens": 20, "stop_token_ids": (3, 4, 5)},
+        {"temperature": 0.7, "presence_penalty": 1.0, "logprobs": 0},
+    ]
     requests = [request_of(str(i), prompt_of(9 + i, i), seed=i, max_tokens=40 + i, **way) for i, way in enumerate(ways)]
     texts = []
     for setting in ("auto", "none"):
-        settings = EngineSettings(max_num_seqs=6, launch_ahead=setting, **ON_CUDA)
+        settings = EngineSettings(max_num_seqs=len(ways), launch_ahead=setting, **ON_CUDA)
         core = EngineCore(tiny_bundle, settings)
         assert core.info.paged is not None
         assert core.info.paged.launch_ahead == (setting == "auto"), core.info.paged.launch_ahead_reason

@@ -23,7 +23,12 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     from mlflow_llm.serving.engine.attention.paged import decode_kernel, prefill_kernel, wide_kernel, write_kernel
     from mlflow_llm.serving.engine.models.fused import experts_kernel
     from mlflow_llm.serving.engine.models.fused import kernels as fused_kernels
-    from mlflow_llm.serving.engine.sampling import device_sampling_kernel, greedy_kernel
+    from mlflow_llm.serving.engine.sampling import (
+        adjustment_kernel,
+        device_sampling_kernel,
+        greedy_kernel,
+        top_logits_kernel,
+    )
     from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel, int4_kernel
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -32,11 +37,12 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     attention = (decode_kernel, prefill_kernel, write_kernel, rotation_kernel)
     modules = (*attention, device_sampling_kernel, greedy_kernel, fp8_kernel, fp8_rows_kernel, fused_kernels)
-    modules += (experts_kernel, wide_kernel, slots_kernel, int4_kernel)
+    modules += (experts_kernel, wide_kernel, slots_kernel, int4_kernel, adjustment_kernel, top_logits_kernel)
     kinds = (InterpretedFunction, JITFunction)
     functions = {name for one in modules for name, value in vars(one).items() if isinstance(value, kinds)}
     called = {
         "bits",
+        "block_bits",
         "codes",
         "decoded",
         "fold",
@@ -47,7 +53,9 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         "joined",
         "quantize_row",
         "scale_of",
+        "share_within",
         "time_of",
         "turn",
+        "words",
     }  # by others
     assert set(done.stdout.split()) == functions - called

@@ -18,9 +18,8 @@ from tiny_models import greedy, prompt_of, request_of
 
 from mlflow_llm.serving.engine import assembly
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.forward import async_scheduling
 from mlflow_llm.serving.engine.forward.async_scheduling import LaunchAhead
-from mlflow_llm.serving.engine.sampling import sampler
+from mlflow_llm.serving.engine.sampling import device_sampler, sampler
 from mlflow_llm.serving.engine.scheduling.scheduler import ScheduledChunk
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.constraint import Grammar
@@ -138,7 +137,7 @@ def test_tokens_of_a_device_are_copied_once_it_has_them(
     """Tokens are copied into pinned memory after the step on its stream, and read when the event after the copy has
     occurred, which is waited for only after the following step was launched."""
     done: list[str] = []
-    draw, empty, follow = async_scheduling.draw_unread, torch.empty, LaunchAhead.follow
+    draw, empty, follow = device_sampler.draw_unread, torch.empty, LaunchAhead.follow
 
     class Event:
         def record(self, stream: str) -> None:
@@ -156,7 +155,7 @@ def test_tokens_of_a_device_are_copied_once_it_has_them(
         return follow(self, step)
 
     plain = play(make_core(tiny_bundle, False, device="cpu"), mixed())
-    monkeypatch.setattr(async_scheduling, "draw_unread", lambda *given: draw(*given).as_subclass(DeviceTokens))
+    monkeypatch.setattr(device_sampler, "draw_unread", lambda *given: draw(*given).as_subclass(DeviceTokens))
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
@@ -226,24 +225,71 @@ def test_preemption_loses_and_doubles_nothing(tiny_bundle: Bundle, followed: lis
     assert followed
 
 
-def test_sampling_on_the_host_is_not_launched_ahead(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
-    """While a sequence has penalties, a bias, log probabilities, bad words or beams, no step is launched ahead; a lower
-    bound of the length prevents it only until it is reached."""
-    for more in (
-        {"presence_penalty": 1.0}, {"repetition_penalty": 1.3}, {"logit_bias": ((5, 2.0),)}, {"logprobs": 2},
-        {"bad_words": ((7,), (8, 9))}, {"beams": Beams(width=2, length_penalty=1.0)}, {"generation_logits": True},
-    ):  # fmt: skip
+ADJUSTED: list[dict[str, Any]] = [
+    {"presence_penalty": 1.0},
+    {"frequency_penalty": 0.7, "penalize_prompt": True},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"logit_bias": ((5, 2.0), (7, -100.0))},
+    {"bad_words": ((7,), (8, 9), (11, 12, 13))},
+    {"no_repeat_ngram_size": 2},
+    {"min_tokens": 14, "stop_token_ids": tuple(range(60))},
+    {"logprobs": 3},
+    {"logprobs": 0, "repetition_penalty": 1.2},
+]
+
+
+def test_whatever_changes_or_reports_logits_is_launched_ahead(
+    tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]
+) -> None:
+    """Texts, ends and log probabilities of penalised, biased, restricted and scored sequences, greedy and sampled and
+    all in one batch, equal the plain loop's, and every step that can follow is launched ahead."""
+    requests = [
+        request_of(
+            f"{i}-{temperature}", prompt_of(5 + 3 * i, i), max_tokens=40 + i, seed=i, temperature=temperature, **p
+        )
+        for i, p in enumerate(ADJUSTED)
+        for temperature in (0.0, 1.2)
+    ]
+    requests.append(request_of("choices", prompt_of(9, 3), n=3, seed=4, temperature=0.9, max_tokens=30, **ADJUSTED[2]))
+    more = {"max_num_seqs": 32, "max_num_batched_tokens": 512}
+    ahead, plain = both(tiny_bundle, requests, **more)
+    assert texts(ahead) == texts(plain)
+    for name, one in ahead.items():
+        assert one.logprobs == plain[name].logprobs
+    assert sum(len(found) for found in ahead["7-0.0"].logprobs.values()) == 47
+    for name in ("0-0.0", "2-1.2", "6-0.0", "7-1.2", "choices"):
+        steps = [runs for runs in followed if name in {run.sequence.request.request_id for run in runs}]
+        assert len(steps) > 8, name
+
+
+def test_penalties_survive_whatever_comes_between(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
+    """Penalised texts are those of the plain loop if sequences are preempted, resumed, ended, and others take their
+    places."""
+    strong = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "no_repeat_ngram_size": 3}
+    requests = [
+        request_of(str(i), prompt_of(20, i), max_tokens=30, temperature=0.6 * (i % 2), stream=True, **strong)
+        for i in range(5)
+    ]
+    then: list[Then] = [
+        ("1", 9, lambda core: core.abort("1")),
+        ("0", 12, lambda core: core.add(request_of("late", prompt_of(11, 9), max_tokens=20, **strong))),
+    ]
+    cores = [make_core(tiny_bundle, ahead, kv_cache_memory=108 * TOKEN_BYTES) for ahead in (True, False)]
+    ahead, plain = (play(core, requests, then) for core in cores)
+    assert all(core.parts.scheduler.num_preemptions > 0 for core in cores)
+    assert texts(ahead) == texts(plain)
+    assert followed
+
+
+def test_what_needs_the_host_is_not_launched_ahead(tiny_bundle: Bundle, followed: list[list[ScheduledChunk]]) -> None:
+    """While a sequence has beams or wants its logits, no step is launched ahead."""
+    for more in ({"beams": Beams(width=2, length_penalty=1.0)}, {"generation_logits": True}):
         followed.clear()
         requests = [request_of("a", prompt_of(9, 0), **more), request_of("b", prompt_of(9, 1), max_tokens=20)]
         ahead, plain = both(tiny_bundle, requests)
         assert texts(ahead) == texts(plain), more
-        assert ahead["a"].logprobs == plain["a"].logprobs or "logprobs" in more
         assert followed, more
         assert {run.sequence.request.request_id for runs in followed for run in runs} == {"b"}, more
-    followed.clear()
-    ahead, plain = both(tiny_bundle, [request_of("a", prompt_of(9, 0), min_tokens=6, stop_token_ids=tuple(range(60)))])
-    assert texts(ahead) == texts(plain)
-    assert all(run.start >= 9 + 6 for runs in followed for run in runs)
 
 
 def test_a_row_that_must_be_sorted_is_drawn_when_it_is_read(
@@ -253,18 +299,21 @@ def test_a_row_that_must_be_sorted_is_drawn_when_it_is_read(
     discarded and computed again."""
     monkeypatch.setattr(sampler, "MAX_TRUNCATED_CANDIDATES", 4)
     read = []
-    choose = sampler.choose
+    sample = sampler.sample
     monkeypatch.setattr(
-        "mlflow_llm.serving.engine.forward.async_scheduling.choose",
-        lambda *args: read.append(len(args[1])) or choose(*args),
+        "mlflow_llm.serving.engine.forward.async_scheduling.sample",
+        lambda *args: read.append(len(args[1])) or sample(*args),
     )
+    penalized = {"repetition_penalty": 1.3, "logprobs": 2}
     requests = [
         request_of("wide", prompt_of(9, 0), temperature=3.0, top_p=0.97, max_tokens=30, seed=3),
+        request_of("wide2", prompt_of(9, 5), temperature=3.0, top_p=0.97, max_tokens=30, seed=4, **penalized),
         request_of("b", prompt_of(9, 1), max_tokens=40),
         request_of("narrow", prompt_of(9, 2), temperature=0.3, top_p=0.6, max_tokens=40),
     ]
     ahead, plain = both(tiny_bundle, requests)
     assert texts(ahead) == texts(plain)
+    assert ahead["wide2"].logprobs == plain["wide2"].logprobs
     assert len(read) > 10
     assert followed
 

@@ -18,8 +18,10 @@ from mlflow_llm.serving.engine.attention.paged import write_kernel as write
 from mlflow_llm.serving.engine.attention.rotation import UNFUSED
 from mlflow_llm.serving.engine.models.fused import experts_kernel as experts
 from mlflow_llm.serving.engine.models.fused import kernels as fused
+from mlflow_llm.serving.engine.sampling import adjustment_kernel as adjustment
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
 from mlflow_llm.serving.engine.sampling import greedy_kernel as greedy
+from mlflow_llm.serving.engine.sampling import top_logits_kernel as top
 from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel, int4_kernel
 
 HALF, FLOAT, BYTE, INT, LONG = "*bf16", "*fp32", "*u8", "*i32", "*i64"
@@ -48,7 +50,14 @@ arrays = [HALF, HALF, HALF, INT, INT, INT, FLOAT, HALF]
 options = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}  # as ``chunks`` has them for 16 bits
 build(prefill.attend_chunks, [*arrays, "fp32", "fp32", *["i32"] * 4], options, **wide, **several)
 build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
-build(race.race, [FLOAT, LONG, FLOAT, FLOAT, FLOAT, LONG, "i32"], BLOCK=1024)
+build(race.exponentials_at, [LONG, LONG, FLOAT, "i32"], BLOCK=1024)
+build(race.race, [HALF, LONG, FLOAT, FLOAT, FLOAT, FLOAT, LONG, "i32", "i32"], BLOCK=1024)
+search = {"TILE": 4096, "RANGE": 40.0, "DIGITS": 8}
+build(race.bounds, [HALF, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, "i32", "i32"], **search)
+build(race.race_limited, [FLOAT, LONG, LONG, FLOAT, "*fp64", LONG, "i32"], PADDED=64)
+build(top.top_of_block, [HALF, FLOAT, LONG, FLOAT, "i32", "i32", "i32"], BLOCK=2048)
+build(top.total_of_row, [FLOAT, FLOAT, FLOAT, "i32", "i32"], PADDED=64)
+build(adjustment.penalize, [HALF, INT, LONG, FLOAT, FLOAT, "i32", "i32"], BLOCK=2048)
 build(greedy.largest_of_chunk, [HALF, FLOAT, INT, "i32", "i32"], BLOCK=4096)
 build(greedy.largest_of_row, [FLOAT, INT, LONG, "i32"], PADDED=32)
 turned = {"H": 32, "HKV": 8, "HALF": 64, "HALF_PADDED": 64, "HEADS": 8}

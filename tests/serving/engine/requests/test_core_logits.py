@@ -142,7 +142,7 @@ def test_each_row_once_through_preemption(tiny_bundle: Bundle, tiny_llama: Any) 
 
 def test_each_row_once_through_a_failed_step(core: EngineCore, tiny_llama: Any, monkeypatch: Any) -> None:
     """Rows sent before a step failed are not sent again when it is rerun."""
-    from mlflow_llm.serving.engine.requests import delivery as module
+    from mlflow_llm.serving.engine.sampling import device_sampler as module
 
     original, calls = module.sample, []
 

@@ -10,6 +10,7 @@ from tiny_models import prompt_of, request_of
 
 from mlflow_llm.serving.engine.devices import triton_support
 from mlflow_llm.serving.engine.sampling import device_sampling, randomness, sampler
+from mlflow_llm.serving.interface.request import Sampling
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -58,3 +59,32 @@ def test_winners_equal_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, more: d
     wanted = sampler.choose(logits, places)
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
     assert sampler.choose(logits.to(DEVICE), places) == wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_keep_what_a_sort_keeps(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Rows between searched bounds draw what sorted rows draw, for any top_p, min_p and typical_p, narrow and
+    flat distributions, and large logits."""
+    monkeypatch.setattr(device_sampling, "TILE", 128)
+    rng = np.random.default_rng(seed)
+    rows, size = 10, 300
+    sharpness = torch.from_numpy(rng.choice([0.1, 1.0, 4.0, 20.0], (rows, 1))).float()
+    logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * sharpness
+    parameters = [
+        Sampling(
+            max_tokens=1,
+            temperature=float(rng.uniform(0.3, 2.0)),
+            top_p=float(rng.choice([1.0, 0.05, 0.5, 0.95])),
+            min_p=float(rng.choice([0.0, 0.02])),
+            typical_p=float(rng.choice([1.0, 0.2, 0.9])),
+        )
+        for _ in range(rows)
+    ]
+    seeds, positions = [100 * seed + i for i in range(rows)], [7 + i for i in range(rows)]
+    scaled = logits / torch.tensor([[p.temperature] for p in parameters])
+    weights, order = sampler.typical(scaled, parameters)
+    times = randomness.exponentials(seeds, positions, size).gather(1, order)
+    wanted = order.gather(1, sampler.race(weights, times)[:, None])[:, 0]
+    device = logits.to(DEVICE)
+    found = device_sampling.race(device, device.amax(-1), parameters, seeds, positions)
+    assert found.tolist() == wanted.tolist()
