@@ -106,8 +106,8 @@ def _ask_all(
     stop = threading.Event()
     try:
         with closing(_backend(endpoint, url, key, stop)) as backend:
-            most = min(concurrency or backend.concurrency, max(len(rows), 1))
-            with ThreadPoolExecutor(most) as pool:
+            maximum = min(concurrency or backend.concurrency, max(len(rows), 1))
+            with ThreadPoolExecutor(maximum) as pool:
                 answers = pool.map(partial(_answer, backend, return_type, fail_on_error, stop), rows)
                 try:
                     return list(answers)

@@ -34,11 +34,11 @@ class Batches:
         metadata: dict[str, str] | None,
         output_seconds: int,
         now_ms: int,
-        most_open: int,
+        max_open: int,
     ) -> BatchObject:
         """Create a batch, which a server with this store validates and runs.
 
-        A tenant may have ``most_open`` requests in batches that have not ended. Raises ``NotFound`` for the file,
+        A tenant may have ``max_open`` requests in batches that have not ended. Raises ``NotFound`` for the file,
         ``InvalidField``, ``LimitExceeded``.
         """
         batch_id = f"batch_{secrets.token_hex(12)}"
@@ -64,9 +64,9 @@ class Batches:
                 raise InvalidField("input_file_id", input_file_id, 'a file whose purpose is "batch"')
             opened = sa.select(sa.func.coalesce(sa.func.sum(batches.c.num_rows), 0))
             opened = opened.where(batches.c.tenant == caller.tenant, batches.c.status.in_(OPEN))
-            if (count := int(connection.execute(opened).scalar_one())) >= most_open:
+            if (count := int(connection.execute(opened).scalar_one())) >= max_open:
                 raise LimitExceeded(
-                    f"tenant {caller.tenant} has {count} requests in batches that have not ended; {most_open} are "
+                    f"tenant {caller.tenant} has {count} requests in batches that have not ended; {max_open} are "
                     "allowed",
                     limit="batch_rows",
                 )

@@ -32,9 +32,9 @@ class Files:
         self._store = store
 
     def create(
-        self, content: bytes, *, tenant: str, key_id: str, filename: str, now_ms: int, seconds: int, most: int
+        self, content: bytes, *, tenant: str, key_id: str, filename: str, now_ms: int, seconds: int, maximum: int
     ) -> FileObject:
-        """Store a file of requests, kept for ``seconds``. A tenant's files may take ``most`` bytes in all.
+        """Store a file of requests, kept for ``seconds``. A tenant's files may take ``maximum`` bytes in all.
 
         Raises ``LimitExceeded``.
         """
@@ -45,9 +45,9 @@ class Files:
 
         def begin(connection: sa.Connection) -> None:
             taken = sa.select(sa.func.coalesce(sa.func.sum(files.c.bytes), 0)).where(files.c.tenant == tenant)
-            if (used := int(connection.execute(taken).scalar_one())) + len(content) > most:
+            if (used := int(connection.execute(taken).scalar_one())) + len(content) > maximum:
                 raise LimitExceeded(
-                    f"the files of tenant {tenant} have {used} bytes, and may have {most}; delete some",
+                    f"the files of tenant {tenant} have {used} bytes, and may have {maximum}; delete some",
                     limit="file_storage",
                     retry_after=None,
                 )

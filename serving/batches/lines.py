@@ -62,7 +62,7 @@ def chunks_of(content: bytes) -> Iterator[bytes]:
         start = end
 
 
-def lines_of(chunks: Iterable[bytes], endpoint: str, most: int) -> list[Line]:
+def lines_of(chunks: Iterable[bytes], endpoint: str, maximum: int) -> list[Line]:
     """Check all lines of a file and return them. Blank lines are skipped. Raises ``Refused``."""
     found: dict[str, Line] = {}
     errors: list[LineError] = []
@@ -88,8 +88,10 @@ def lines_of(chunks: Iterable[bytes], endpoint: str, most: int) -> list[Line]:
             start += len(text)
     if not found and not errors:
         errors.append(_problem("empty_file", None, "the input file has no requests", None))
-    if len(found) > most:
-        errors.append(_problem("too_many_requests", None, f"{len(found)} requests; at most {most} are allowed", None))
+    if len(found) > maximum:
+        errors.append(
+            _problem("too_many_requests", None, f"{len(found)} requests; at most {maximum} are allowed", None)
+        )
     if errors:
         raise Refused(errors)
     return list(found.values())

@@ -59,12 +59,12 @@ class Rows:
             insert = self._store.insert(batch_rows).on_conflict_do_nothing()
             self._store.write(partial(_insert, insert, values))
 
-    def claim(self, batch_id: str, owner: str, most: int, now_ms: int) -> list[ClaimedRow]:
-        """Claim up to ``most`` pending rows of a batch that is in progress, in the order of the input."""
+    def claim(self, batch_id: str, owner: str, maximum: int, now_ms: int) -> list[ClaimedRow]:
+        """Claim up to ``maximum`` pending rows of a batch that is in progress, in the order of the input."""
         query = sa.select(batch_rows).where(
             batch_rows.c.batch_id == batch_id, batch_rows.c.status == PENDING, batch_rows.c.retry_ms <= now_ms
         )
-        query = query.order_by(batch_rows.c.number).limit(most).with_for_update(skip_locked=True)
+        query = query.order_by(batch_rows.c.number).limit(maximum).with_for_update(skip_locked=True)
         running = sa.select(batches.c.input_file_id).where(batches.c.id == batch_id, batches.c.status == "in_progress")
         alive = sa.select(owners.c.owner).where(owners.c.owner == owner)
 

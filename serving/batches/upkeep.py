@@ -32,10 +32,10 @@ class ActiveBatch(Struct, frozen=True, kw_only=True):
 
 
 class Upkeep:
-    """The life of the batches of a store, as far as it is not in their rows. ``most`` is the most rows of a batch."""
+    """The life of the batches of a store, as far as it is not in their rows. A batch has up to ``maximum`` rows."""
 
-    def __init__(self, store: Store, most: int) -> None:
-        self._store, self._most = store, most
+    def __init__(self, store: Store, maximum: int) -> None:
+        self._store, self._maximum = store, maximum
         self._rows = Rows(store)
 
     def active(self) -> list[ActiveBatch]:
@@ -48,7 +48,7 @@ class Upkeep:
         if not self._claim(batch.id, owner):
             return False
         try:
-            lines = lines_of(Files(self._store).chunks(batch.input_file_id), batch.endpoint, self._most)
+            lines = lines_of(Files(self._store).chunks(batch.input_file_id), batch.endpoint, self._maximum)
         except Refused as refused:
             errors = msgspec.json.encode(refused.errors).decode()
             self._set(batch.id, "validating", status="failed", errors=errors, failed_ms=now_ms)

@@ -97,12 +97,12 @@ class Autoscaler:
             raise InvalidField(field, given, f"none of an engine of backend {engine.info.backend!r}")
         if (capacity := self._capacity.get(entity.key)) is None:
             capacity = self._capacity[entity.key] = calibrate(engine)
-        most = replicas_on_this_machine(entity.config)
-        self._reserve(entity, capacity, most)
+        replica_limit = replicas_on_this_machine(entity.config)
+        self._reserve(entity, capacity, replica_limit)
         measured = Measured(
             tokens_per_second=capacity.decode_tokens_per_second,
             prompt_weight_milli=capacity.prompt_weight_milli,
-            most_replicas=most,
+            replica_limit=replica_limit,
         )
         facts: dict[str, Any] = msgspec.to_builtins(measured)
         return facts
@@ -129,7 +129,7 @@ class Autoscaler:
             state = ScaleState(replicas=max(status.wanted, 1))
             seen = self._seen[place] = _Seen(state, now, _Counters.of(status))
             with self._lock:
-                self._shares[place] = (policy.min_throughput / (policy.per_replica * policy.most), now)
+                self._shares[place] = (policy.min_throughput / (policy.per_replica * policy.replica_limit), now)
         if measured is not None:
             self._bill(entity, policy, status)
         load = _observe(seen, measured, status, requested_at, now)
@@ -144,14 +144,14 @@ class Autoscaler:
         if self._reserved_time is not None:
             self._reserved_time.forget(entity.endpoint, entity.config.name)
 
-    def _reserve(self, entity: DeployedEntity, capacity: Capacity, most: int) -> None:
+    def _reserve(self, entity: DeployedEntity, capacity: Capacity, replica_limit: int) -> None:
         """Reserve the share of the machine that the minimum needs. Raises ``InvalidField`` if too little is left.
 
         Other versions of the same endpoint do not count, since this version replaces them.
         """
         minimum, maximum = entity.config.min_provisioned_throughput or 0, entity.config.max_provisioned_throughput or 0
-        check_throughput(minimum, maximum, capacity, max_replicas=most)
-        share = minimum / (capacity.decode_tokens_per_second * most)
+        check_throughput(minimum, maximum, capacity, max_replicas=replica_limit)
+        share = minimum / (capacity.decode_tokens_per_second * replica_limit)
         with self._lock:
             taken = sum(
                 other
@@ -160,7 +160,7 @@ class Autoscaler:
                 and (place in self._seen or time.monotonic() - at < PREPARED_SECONDS)
             )
             if taken + share > 1.0:
-                left = max(0, int((1.0 - taken) * capacity.decode_tokens_per_second * most))
+                left = max(0, int((1.0 - taken) * capacity.decode_tokens_per_second * replica_limit))
                 allowed = f"at most {left} tokens/s: what other endpoints leave of this machine's capacity"
                 raise InvalidField("min_provisioned_throughput", minimum, allowed)
             self._shares[_place(entity)] = (share, time.monotonic())
@@ -173,7 +173,7 @@ class Autoscaler:
             per_replica=measured.tokens_per_second if measured is not None else 1,
             min_throughput=(config.min_provisioned_throughput or 0) if measured is not None else 0,
             max_throughput=(config.max_provisioned_throughput or 0) if measured is not None else 1,
-            most=measured.most_replicas if measured is not None else 1,
+            replica_limit=measured.replica_limit if measured is not None else 1,
             scale_to_zero=config.scale_to_zero_enabled,
             settle_seconds=self._settle_seconds,
             idle_seconds=self._idle_seconds,

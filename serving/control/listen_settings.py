@@ -100,7 +100,7 @@ class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise InvalidField("socket", self.socket, "null beside tls_cert: nobody listens in on a Unix socket")
 
     @property
-    def most_of_an_address(self) -> int:
+    def max_of_an_address(self) -> int:
         return self.max_connections_per_address or max(1, self.max_connections // 2)
 
 

@@ -127,8 +127,8 @@ class Rollout:
             self._memory.admit(entity.key, entity.config, entity.endpoint)
         for entity, model in found:
             running = self._supervisor.status(entity.key).wanted if entity.key in kept else 0
-            least = 1 if self._memory.budget is None else 0  # with a budget, the reconciler makes room first
-            self._supervisor.add(entity.key, model, replicas=max(least, running, len(model.addresses)))
+            minimum = 1 if self._memory.budget is None else 0  # with a budget, the reconciler makes room first
+            self._supervisor.add(entity.key, model, replicas=max(minimum, running, len(model.addresses)))
         self.entities = tuple(entity for entity, _ in found)
         self.stage = "warming"
 

@@ -13,16 +13,16 @@ from msgspec import Struct
 class ScalePolicy(Struct, frozen=True, kw_only=True):
     """The limits of a served entity's scaling. Throughputs are in tokens/s, ``per_replica`` is that of one replica.
 
-    There are enough replicas for ``min_throughput``, but never more than ``max_throughput`` needs or than ``most``, for
-    which the machine has room. Between ``low`` and ``high`` (shares of the capacity in use) nothing changes; after
-    ``settle_seconds`` below ``low``, one replica is removed; with ``scale_to_zero``, the last one is removed after
-    ``idle_seconds`` without a request.
+    There are enough replicas for ``min_throughput``, but never more than ``max_throughput`` needs or than
+    ``replica_limit``, for which the machine has room. Between ``low`` and ``high`` (shares of the capacity in use)
+    nothing changes; after ``settle_seconds`` below ``low``, one replica is removed; with ``scale_to_zero``, the last
+    one is removed after ``idle_seconds`` without a request.
     """
 
     per_replica: int
     min_throughput: int
     max_throughput: int
-    most: int = 64
+    replica_limit: int = 64
     scale_to_zero: bool = False
     high: float = 0.8
     low: float = 0.5
@@ -31,11 +31,11 @@ class ScalePolicy(Struct, frozen=True, kw_only=True):
 
     @property
     def min_replicas(self) -> int:
-        return min(self.most, max(1, math.ceil(self.min_throughput / self.per_replica)))
+        return min(self.replica_limit, max(1, math.ceil(self.min_throughput / self.per_replica)))
 
     @property
     def max_replicas(self) -> int:
-        return max(self.min_replicas, min(self.most, math.ceil(self.max_throughput / self.per_replica)))
+        return max(self.min_replicas, min(self.replica_limit, math.ceil(self.max_throughput / self.per_replica)))
 
 
 class Load(Struct, frozen=True, kw_only=True):

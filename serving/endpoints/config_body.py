@@ -112,7 +112,7 @@ _TRAFFIC = record(
 def _entities(spelling: Mapping[str, str]) -> Entry:
     entity = record(**{spelling.get(name, name): entry for name, entry in _ENTITY.items()})
     allowed = f"a list of 1 to {MAX_ENTITIES} served entities"
-    return Entry(list_of(entity, allowed, least=1, most=MAX_ENTITIES), required=allowed)
+    return Entry(list_of(entity, allowed, minimum=1, maximum=MAX_ENTITIES), required=allowed)
 
 
 def _setting(name: str) -> Entry:

@@ -9,12 +9,12 @@ from ..interface.readers import Entry, Reader, integer, list_of, one_of, reader,
 from .config_body import MAX_RATE, config_body, name_in_urls
 
 
-def _short(least: int, most: int) -> Reader[str]:
-    allowed = f"a text of {least} to {most} characters" if least else f"a text of at most {most} characters"
+def _short(minimum: int, maximum: int) -> Reader[str]:
+    allowed = f"a text of {minimum} to {maximum} characters" if minimum else f"a text of at most {maximum} characters"
 
-    @reader(type="string", maxLength=most, **({"minLength": least} if least else {}))
+    @reader(type="string", maxLength=maximum, **({"minLength": minimum} if minimum else {}))
     def read(value: Any, path: str) -> str:
-        if not isinstance(value, str) or not least <= len(value) <= most:
+        if not isinstance(value, str) or not minimum <= len(value) <= maximum:
             raise InvalidField(path, value, allowed)
         if "\0" in value:  # PostgreSQL stores no NUL
             raise InvalidField(path, value, f"{allowed} without NUL")

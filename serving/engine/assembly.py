@@ -282,8 +282,8 @@ def _in_blocks(loaded: LoadedModel, memory: int, each: int, block_size: int, *, 
     """Make a paged cache. One block of the memory belongs to no sequence (``block_pool.PADDING``)."""
     num_tokens = memory // each - block_size
     if num_tokens < block_size:
-        least = 2 * block_size * each
-        raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {least}")
+        minimum = 2 * block_size * each
+        raise PackagingError(f"kv_cache_memory: {memory} bytes is not enough; expected at least {minimum}")
     try:
         return PagedKVCache(
             loaded.layers, num_tokens=num_tokens, max_model_len=loaded.max_model_len, dtype=loaded.kept["dtype"],

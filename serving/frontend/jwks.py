@@ -185,14 +185,14 @@ def freshness(cache_control: str, age: str = "") -> float:
     ``FRESHNESS``; without such a header, ``MAX_AGE_SECONDS``."""
     parts = [directive.partition("=") for directive in cache_control.split(",")]
     directives = {name.strip().lower(): value for name, _, value in parts}
-    least, most = FRESHNESS
+    minimum, maximum = FRESHNESS
     if not directives.keys().isdisjoint(("no-cache", "no-store")):
-        return least
+        return minimum
     given = directives.get("max-age", "").strip().strip('"')
     if not (given.isascii() and given.isdigit()):
         return MAX_AGE_SECONDS
     spent = int(age[:12]) if age.isascii() and age.isdigit() else 0
-    return min(max(float(int(given[:12]) - spent), least), most)
+    return min(max(float(int(given[:12]) - spent), minimum), maximum)
 
 
 def _opened(request: urllib.request.Request) -> Any:

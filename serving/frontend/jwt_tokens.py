@@ -102,9 +102,9 @@ def _claim(claims: Mapping[str, Any], name: str) -> Any:
     return found
 
 
-def _text(claims: Mapping[str, Any], name: str, most: int) -> str:
+def _text(claims: Mapping[str, Any], name: str, maximum: int) -> str:
     value = _claim(claims, name)
-    if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
+    if not isinstance(value, str) or not 0 < len(value) <= maximum or not value.isprintable():
         raise ValueError(f"claim {name}")
     return value
 

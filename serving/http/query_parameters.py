@@ -20,11 +20,11 @@ def parameters(request: Request, known: dict[str, dict[str, Any]]) -> dict[str, 
     return given
 
 
-def limit_of(given: dict[str, str], most: int, default: int) -> int:
-    """Return the parameter ``limit``, from 1 to ``most``. Raises ``InvalidField``."""
+def limit_of(given: dict[str, str], maximum: int, default: int) -> int:
+    """Return the parameter ``limit``, from 1 to ``maximum``. Raises ``InvalidField``."""
     value = given.get("limit")
     if value is None:
         return default
-    if not (value.isascii() and value.isdigit()) or len(value) > 9 or not 1 <= int(value) <= most:
-        raise InvalidField("limit", value, f"an integer from 1 to {most}")
+    if not (value.isascii() and value.isdigit()) or len(value) > 9 or not 1 <= int(value) <= maximum:
+        raise InvalidField("limit", value, f"an integer from 1 to {maximum}")
     return int(value)

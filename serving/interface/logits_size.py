@@ -23,8 +23,8 @@ def logits_size(request: ValidRequest, vocab_size: int) -> tuple[int, int]:
     return ITEM_BYTES * vocab_size * rows[0], ITEM_BYTES * vocab_size * rows[1] * sampling.generation_logits
 
 
-def check_logits(request: ValidRequest, vocab_size: int, most: int) -> None:
-    """Raise ``InvalidField`` for more than ``most`` bytes of logits, saying how many there would be, or for streamed
+def check_logits(request: ValidRequest, vocab_size: int, maximum: int) -> None:
+    """Raise ``InvalidField`` for more than ``maximum`` bytes of logits, saying how many there would be, or for streamed
     logits."""
     context, generation = logits_size(request, vocab_size)
     if not context + generation:
@@ -32,8 +32,8 @@ def check_logits(request: ValidRequest, vocab_size: int, most: int) -> None:
     field = "context_logits" if context >= generation else "generation_logits"
     if request.stream:
         raise InvalidField(field, True, "false with stream: logits come with whole replies alone")
-    if context + generation > most:
+    if context + generation > maximum:
         rows = max(context, generation) // (ITEM_BYTES * vocab_size)
         asked = f"{context + generation} bytes, {rows} rows of {vocab_size} numbers among them"
-        allowed = f"at most {most} bytes in a request, its context and generation logits together (max_logits_bytes)"
+        allowed = f"at most {maximum} bytes in a request, its context and generation logits together (max_logits_bytes)"
         raise InvalidField(field, asked, allowed)

@@ -97,13 +97,13 @@ def string(value: Any, path: str) -> str:
     return value
 
 
-def short_text(most: int) -> Reader[str]:
-    """Return a reader of a text of 1 to ``most`` characters."""
+def short_text(maximum: int) -> Reader[str]:
+    """Return a reader of a text of 1 to ``maximum`` characters."""
 
-    @reader(type="string", minLength=1, maxLength=most)
+    @reader(type="string", minLength=1, maxLength=maximum)
     def read(value: Any, path: str) -> str:
-        if not isinstance(value, str) or not 1 <= len(value) <= most:
-            raise InvalidField(path, value, f"a text of 1 to {most} characters")
+        if not isinstance(value, str) or not 1 <= len(value) <= maximum:
+            raise InvalidField(path, value, f"a text of 1 to {maximum} characters")
         return string(value, path)
 
     return read
@@ -168,16 +168,16 @@ def is_shallow(value: Any) -> bool:
     return False
 
 
-def list_of(item: Reader[T], allowed: str, *, least: int = 0, most: float = math.inf) -> Reader[tuple[T, ...]]:
-    """Return a reader of a list of ``least`` to ``most`` entries, each read by ``item`` at its own path.
+def list_of(item: Reader[T], allowed: str, *, minimum: int = 0, maximum: float = math.inf) -> Reader[tuple[T, ...]]:
+    """Return a reader of a list of ``minimum`` to ``maximum`` entries, each read by ``item`` at its own path.
 
     ``allowed`` says in words what is allowed.
     """
-    bounds = ({"minItems": least} if least else {}) | ({"maxItems": most} if most < math.inf else {})
+    bounds = ({"minItems": minimum} if minimum else {}) | ({"maxItems": maximum} if maximum < math.inf else {})
 
     @reader(type="array", items=item.schema, **bounds)
     def read(value: Any, path: str) -> tuple[T, ...]:
-        if not isinstance(value, list | tuple) or not least <= len(value) <= most:
+        if not isinstance(value, list | tuple) or not minimum <= len(value) <= maximum:
             raise InvalidField(path, value, allowed)
         return tuple(item(entry, f"{path}[{i}]") for i, entry in enumerate(value))
 

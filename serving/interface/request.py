@@ -163,8 +163,8 @@ class MediaPart(Struct, frozen=True, kw_only=True):
     """An image, a video or a sound in a message, whose form has been checked.
 
     ``place`` is the path of a local file, or the host (and port, if given) of a URL; "" for data in the request itself.
-    ``content`` is the path, the whole URL, or the data in base64 (checked, without its ``data:`` head). ``most`` is the
-    most bytes that it may have. ``field`` is the path of the field that names it, ``part`` that of its part, ``name``
+    ``content`` is the path, the whole URL, or the data in base64 (checked, without its ``data:`` head). It may have
+    ``max_bytes``. ``field`` is the path of the field that names it, ``part`` that of its part, ``name``
     the type of the part in the dialect.
     """
 
@@ -172,7 +172,7 @@ class MediaPart(Struct, frozen=True, kw_only=True):
     source: Literal["path", "url", "data"]
     place: str = ""
     content: str = ""
-    most: int
+    max_bytes: int
     field: str
     part: str
     name: str = "image_url"

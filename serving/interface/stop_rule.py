@@ -21,12 +21,12 @@ class StopRule:
     """The stop rule of one sequence.
 
     ``max_tokens`` is the most tokens that it may generate; ``stop_ids`` are its stop tokens. ``has_runs`` says whether
-    there are stop sequences (of at most ``longest_run`` tokens each), so that ``run_ending`` has to be checked as well
+    there are stop sequences (of at most ``max_run`` tokens each), so that ``run_ending`` has to be checked as well
     as ``reason``. ``room`` is how many tokens the context has left after the prompt; None if only the request's own
     limit counts.
     """
 
-    __slots__ = ("_min_tokens", "_runs", "has_runs", "longest_run", "max_tokens", "stop_ids")
+    __slots__ = ("_min_tokens", "_runs", "has_runs", "max_run", "max_tokens", "stop_ids")
 
     def __init__(self, sampling: Sampling, room: int | None = None) -> None:
         self.stop_ids = frozenset(sampling.stop_token_ids)
@@ -36,7 +36,7 @@ class StopRule:
         for run in sorted(sampling.stop_sequences, key=len, reverse=True):
             self._runs.setdefault(run[-1], []).append(run)
         self.has_runs = bool(self._runs)
-        self.longest_run = max(map(len, sampling.stop_sequences), default=0)
+        self.max_run = max(map(len, sampling.stop_sequences), default=0)
 
     def may_stop(self, count: int) -> bool:
         """Return whether token number ``count`` (from 1) may be a stop token."""

@@ -49,15 +49,15 @@ def mark_used(path: Path) -> None:
 def trim(keep: Path) -> None:
     """Remove the copies unused for longest until all are within the limit, but none used within a day, nor ``keep``."""
     found = sorted(entries(), key=lambda one: one[2])
-    total, most = sum(size for _, size, _ in found), limit_of(LIMIT_VARIABLE)
+    total, maximum = sum(size for _, size, _ in found), limit_of(LIMIT_VARIABLE)
     for path, size, used in found:
-        if total <= most:
+        if total <= maximum:
             return
         if path != keep and time.time() - used > SPARED_SECONDS:
             shutil.rmtree(path, ignore_errors=True)
             total -= size
             logger.info("removed %s, %s, from the cache of copies", path.name, readable(size))
-    if total > most:
+    if total > maximum:
         logger.warning(
-            "the copies in use have %s, more than %s allows: %s", readable(total), LIMIT_VARIABLE, readable(most)
+            "the copies in use have %s, more than %s allows: %s", readable(total), LIMIT_VARIABLE, readable(maximum)
         )

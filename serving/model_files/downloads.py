@@ -117,7 +117,7 @@ def make_room(needed: int) -> None:
     Removes what killed downloads have left, too, as long as nobody continues them. If what is in use leaves too little
     room, nothing more is removed, and the download is tried all the same. Raises ``PackagingError``, ``OSError``.
     """
-    root, most = place(), limit_of(LIMIT_VARIABLE)
+    root, maximum = place(), limit_of(LIMIT_VARIABLE)
     if not root.is_dir():
         return
     _remove_leftovers(root)
@@ -127,7 +127,7 @@ def make_room(needed: int) -> None:
         files.update(sizes.keys())
     total = sum({inode: size for _, _, sizes in entries for inode, size in sizes.items()}.values())
     for _, path, sizes in entries:
-        if total + needed <= most and shutil.disk_usage(root).free >= needed + ROOM_BYTES:
+        if total + needed <= maximum and shutil.disk_usage(root).free >= needed + ROOM_BYTES:
             return
         if not _remove(path):
             continue
@@ -135,10 +135,10 @@ def make_room(needed: int) -> None:
         freed = sum(size for inode, size in sizes.items() if not files[inode])
         total -= freed
         logger.info("removed %s, %s, from the cache of downloads", path.name, readable(freed))
-    if total + needed > most:
+    if total + needed > maximum:
         logger.warning(
             "the models in use and the next download have %s together, more than %s allows: %s",
-            *(readable(total + needed), LIMIT_VARIABLE, readable(most)),
+            *(readable(total + needed), LIMIT_VARIABLE, readable(maximum)),
         )
 
 

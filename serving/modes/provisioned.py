@@ -26,7 +26,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
     tokens_per_second: int
     prompt_weight_milli: int
-    most_replicas: int
+    replica_limit: int
 
 
 PROFILE = ModeProfile(name="provisioned", accepts_n=True, accepts_error_behavior=False, reserves=True)

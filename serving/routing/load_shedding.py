@@ -86,8 +86,8 @@ class LoadShedder:
         if of_tenant < self.max_queued // QUEUE_FLOOR or (of_tenant < left and 2 * of_key < left):
             return
         holder = "key" if 2 * of_key >= left else "tenant"
-        most = f"the {self.max_queued} requests that may wait for endpoint {endpoint}"
-        raise Overloaded(f"this {holder}'s share of {most} is used up", retry_after=self.retry_after)
+        allowed = f"the {self.max_queued} requests that may wait for endpoint {endpoint}"
+        raise Overloaded(f"this {holder}'s share of {allowed} is used up", retry_after=self.retry_after)
 
     def running(self, engine: Engine) -> int:
         """Return how many requests of this worker have entered for ``engine``."""

@@ -121,33 +121,33 @@ def tokenizer(path: str, probes: list[str]) -> list[int]:
     return counts
 
 
-def image_size(data: bytes, most: int) -> int:
-    """Return the number of pixels that an image's header says. Raises ``TooManyPixels`` for more than ``most``."""
-    image = _opened(data, most)
+def image_size(data: bytes, maximum: int) -> int:
+    """Return the number of pixels that an image's header says. Raises ``TooManyPixels`` for more than ``maximum``."""
+    image = _opened(data, maximum)
     return int(image.width * image.height)
 
 
-def image(data: bytes, most: int) -> Raw:
+def image(data: bytes, maximum: int) -> Raw:
     """Decode an image as transformers' ``load_image`` does: the first frame, turned as its EXIF data says, as RGB.
 
-    Return (width, height) and the pixels. Raises ``TooManyPixels`` for more than ``most`` before they are decoded.
+    Return (width, height) and the pixels. Raises ``TooManyPixels`` for more than ``maximum`` before they are decoded.
     """
-    image = _opened(data, most)
+    image = _opened(data, maximum)
     _limit(*image_limits(image.width * image.height, len(data)))
     image = _pillow()[1].exif_transpose(image)
     image = image.convert("RGB")
     return Raw(image.size, image.tobytes())
 
 
-def _opened(data: bytes, most: int) -> Any:
+def _opened(data: bytes, maximum: int) -> Any:
     image_module, _ = _pillow()
-    image_module.MAX_IMAGE_PIXELS = most / 2  # raises at twice that: some decoders make room before they say a size
+    image_module.MAX_IMAGE_PIXELS = maximum / 2  # raises at twice that: some decoders make room before they say a size
     try:
         image = image_module.open(io.BytesIO(data), formats=FORMATS)
     except image_module.DecompressionBombError as error:
         raise TooManyPixels(re.findall("[0-9]+", str(error))[0]) from None
     pixels = image.width * image.height
-    if not 0 < pixels <= most:
+    if not 0 < pixels <= maximum:
         raise TooManyPixels(str(pixels))
     return image
 
@@ -307,9 +307,9 @@ def _limit(seconds: float, memory: int) -> None:
 
 def _give_up_rights() -> None:
     """Give up the rights to write files and start processes, in case a template escapes from Jinja's sandbox."""
-    for name, most in (("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0), ("RLIMIT_NPROC", 0), ("RLIMIT_NOFILE", 64)):
+    for name, maximum in (("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0), ("RLIMIT_NPROC", 0), ("RLIMIT_NOFILE", 64)):
         with contextlib.suppress(AttributeError, OSError, ValueError):
-            resource.setrlimit(getattr(resource, name), (most, most))
+            resource.setrlimit(getattr(resource, name), (maximum, maximum))
 
 
 def _framed(kind: bytes, text: bytes, data: bytes = b"") -> tuple[bytes, ...]:

@@ -59,17 +59,17 @@ class Containers:
         self._refuse_in_arrays(nodes)
         tuples = [self._tuple(node) for node in nodes]
         prefix: list[Form] = []
-        least = int(max(self._all(nodes, "minItems"), default=0))
-        most = min(self._all(nodes, "maxItems"), default=None)
+        minimum = int(max(self._all(nodes, "minItems"), default=0))
+        maximum = min(self._all(nodes, "maxItems"), default=None)
         for index in range(max((len(own) for own, _ in tuples), default=0)):
             parts = [own[index] if index < len(own) else rest for own, rest in tuples]
             prefix.append(self._part([part for part in parts if part is not None], level))
         rest = [rest for _, rest in tuples if rest is not None]
-        closed = bool(prefix) and not rest and least <= len(prefix)
+        closed = bool(prefix) and not rest and minimum <= len(prefix)
         items = EMPTY_FORM if closed else self._part(rest, level)
         end = next((index for index, form in enumerate(prefix) if not form), len(prefix) if not items else None)
-        most = end if most is None else most if end is None else min(most, end)
-        return self._bounded_array(nodes, prefix, items, least, None if most is None else int(most))
+        maximum = end if maximum is None else maximum if end is None else min(maximum, end)
+        return self._bounded_array(nodes, prefix, items, minimum, None if maximum is None else int(maximum))
 
     def _refuse_in_arrays(self, nodes: tuple[SchemaNode, ...]) -> None:
         for node in nodes:
@@ -93,24 +93,28 @@ class Containers:
         return self.of(nodes, level) if nodes else ANY
 
     def _bounded_array(
-        self, nodes: tuple[SchemaNode, ...], prefix: list[Form], items: Form, least: int, most: int | None
+        self, nodes: tuple[SchemaNode, ...], prefix: list[Form], items: Form, minimum: int, maximum: int | None
     ) -> list[Leaf]:
-        if most is not None and least > most:
+        if maximum is not None and minimum > maximum:
             return []
-        if least > MAX_ITEMS:
-            node = next(node for node in nodes if self.keywords.get(node, "minItems") == least)
-            raise self.keywords.document.error(f"{node.pointer}/minItems", least, f"at most {MAX_ITEMS:,}")
-        rules: dict[str, Any] = {"minItems": least} if least else {}
-        if most is not None:
-            most = min(most, MAX_ITEMS)
-            rules["maxItems"] = most
-        if True in self._all(nodes, "uniqueItems") and (most is None or most > 1):
-            return self._unique(nodes, prefix, items, least, most)
-        kept = prefix if most is None else prefix[:most]
-        return [Leaf(type="array", prefix=kept, items=items if most is None or most > len(kept) else None, rules=rules)]
+        if minimum > MAX_ITEMS:
+            node = next(node for node in nodes if self.keywords.get(node, "minItems") == minimum)
+            raise self.keywords.document.error(f"{node.pointer}/minItems", minimum, f"at most {MAX_ITEMS:,}")
+        rules: dict[str, Any] = {"minItems": minimum} if minimum else {}
+        if maximum is not None:
+            maximum = min(maximum, MAX_ITEMS)
+            rules["maxItems"] = maximum
+        if True in self._all(nodes, "uniqueItems") and (maximum is None or maximum > 1):
+            return self._unique(nodes, prefix, items, minimum, maximum)
+        kept = prefix if maximum is None else prefix[:maximum]
+        return [
+            Leaf(
+                type="array", prefix=kept, items=items if maximum is None or maximum > len(kept) else None, rules=rules
+            )
+        ]
 
     def _unique(
-        self, nodes: tuple[SchemaNode, ...], prefix: list[Form], items: Form, least: int, most: int | None
+        self, nodes: tuple[SchemaNode, ...], prefix: list[Form], items: Form, minimum: int, maximum: int | None
     ) -> list[Leaf]:
         """Return all combinations of the few listed values, each in the order of the list."""
         listed = [value for leaf in items.leaves for value in _listed(leaf)]
@@ -119,7 +123,7 @@ class Containers:
         if prefix or not are_listed or len(few) > MAX_CHOSEN:
             instead = f"false, or items of an enum of at most {MAX_CHOSEN} values"
             raise self.keywords.unsupported(self._first(nodes, "uniqueItems"), "uniqueItems", instead)
-        sizes = range(least, min(len(few), len(few) if most is None else most) + 1)
+        sizes = range(minimum, min(len(few), len(few) if maximum is None else maximum) + 1)
         return [
             Leaf(type="values", values=[list(chosen) for size in sizes for chosen in combinations(few, size)])
         ] if sizes else []  # fmt: skip
@@ -238,25 +242,25 @@ class Containers:
         They are kept in the schema if every named property is required; otherwise the possible sets of properties are
         written out.
         """
-        least = int(max(self._all(nodes, "minProperties"), default=0))
-        most = min(self._all(nodes, "maxProperties"), default=None)
+        minimum = int(max(self._all(nodes, "minProperties"), default=0))
+        maximum = min(self._all(nodes, "maxProperties"), default=None)
         asked = {*leaf.required}
         optional = [name for name, form in leaf.properties.items() if form and name not in asked]
         is_open = bool(leaf.additional or leaf.patterns)
         count = len(leaf.required) + len(optional)
-        if least <= len(leaf.required) and (most is None or (most >= count and not is_open)):
+        if minimum <= len(leaf.required) and (maximum is None or (maximum >= count and not is_open)):
             return [leaf]
-        if most is not None and (most < least or most < len(leaf.required)):
+        if maximum is not None and (maximum < minimum or maximum < len(leaf.required)):
             return []
-        if least > MAX_ITEMS:
-            node = next(node for node in nodes if self.keywords.get(node, "minProperties") == least)
-            raise self.keywords.document.error(f"{node.pointer}/minProperties", least, f"at most {MAX_ITEMS:,}")
-        most = most if most is None else min(most, MAX_ITEMS)
+        if minimum > MAX_ITEMS:
+            node = next(node for node in nodes if self.keywords.get(node, "minProperties") == minimum)
+            raise self.keywords.document.error(f"{node.pointer}/minProperties", minimum, f"at most {MAX_ITEMS:,}")
+        maximum = maximum if maximum is None else min(maximum, MAX_ITEMS)
         if is_open and not optional:
-            leaf.rules = {"minProperties": least} if least else {}
-            leaf.rules |= {} if most is None else {"maxProperties": int(most)}
+            leaf.rules = {"minProperties": minimum} if minimum else {}
+            leaf.rules |= {} if maximum is None else {"maxProperties": int(maximum)}
             return [leaf]
-        is_at_least_one = most is None and least == len(leaf.required) + 1 and len(optional) <= MAX_OPTIONAL
+        is_at_least_one = maximum is None and minimum == len(leaf.required) + 1 and len(optional) <= MAX_OPTIONAL
         if is_open or (len(optional) > MAX_CHOSEN and not is_at_least_one):
             name = "minProperties" if self._all(nodes, "minProperties") else "maxProperties"
             instead = "required, or named properties alone (additionalProperties false)"
@@ -264,8 +268,8 @@ class Containers:
         if len(optional) > MAX_CHOSEN:
             return [_with(leaf, optional[index:], [name]) for index, name in enumerate(optional)]
         fewest, largest = (
-            max(0, least - len(leaf.required)),
-            len(optional) if most is None else most - len(leaf.required),
+            max(0, minimum - len(leaf.required)),
+            len(optional) if maximum is None else maximum - len(leaf.required),
         )
         sizes = range(fewest, int(min(largest, len(optional))) + 1)
         chosen = [names for size in sizes for names in combinations(optional, size)]

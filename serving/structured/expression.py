@@ -119,10 +119,10 @@ def _decimal(text: str) -> str | None:
     if places := _DECIMAL_PLACES.fullmatch(outer[1]):
         return _digits(18, int(places[1] or 18))
     if digits := _DECIMAL_DIGITS.fullmatch(outer[1]):
-        whole, most = int(digits[1]), int(digits[2]) - 1
+        whole, maximum = int(digits[1]), int(digits[2]) - 1
         if digits[3]:
             return _digits(whole, int(digits[3]))
-        return "|".join(_digits(before, most - before) for before in range(min(most, 40) + 1))
+        return "|".join(_digits(before, maximum - before) for before in range(min(maximum, 40) + 1))
     return None
 
 
@@ -202,11 +202,11 @@ class _Reader:
         elif self.text[self.at : self.at + 1] == "+":
             self.refuse("no possessive quantifier (a++)")
 
-    def _repetitions(self, least: str, to: bool, most: str) -> str:
-        numbers = [int(digits) if len(digits) < 9 else 10**9 for digits in (least, most) if digits]
+    def _repetitions(self, minimum: str, to: bool, maximum: str) -> str:
+        numbers = [int(digits) if len(digits) < 9 else 10**9 for digits in (minimum, maximum) if digits]
         if max(numbers) > MAX_REPEAT or sorted(numbers) != numbers:
             self.refuse(f"repetitions from fewer to more, at most {MAX_REPEAT:,}")
-        return "{" + ",".join(map(str, numbers)) + ("," if to and not most else "") + "}"
+        return "{" + ",".join(map(str, numbers)) + ("," if to and not maximum else "") + "}"
 
     def _literal_brace(self, items: list[_Node]) -> None:
         self.at += 1

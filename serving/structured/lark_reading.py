@@ -286,12 +286,12 @@ class _Reader:
         node = self._atom(rule, depth)
         if self.next.text == "~" and self.tokens[self.at + 1].kind == "number":
             self.at += 1
-            least = self._count()
-            most = self._count() if self.has("..") else least
+            minimum = self._count()
+            maximum = self._count() if self.has("..") else minimum
         elif self.has("{"):
-            least = 0 if self.next.text == "," else self._count()
+            minimum = 0 if self.next.text == "," else self._count()
             comma = self.has(",")
-            most = least if not comma else None if self.next.text == "}" else self._count()  # type: ignore[assignment]
+            maximum = minimum if not comma else None if self.next.text == "}" else self._count()  # type: ignore[assignment]
             self.take("sign", "}")
         elif self.has("*"):
             return Repeated(node, 0, None)
@@ -301,9 +301,9 @@ class _Reader:
             return Repeated(node, 0, 1)
         else:
             return node
-        if most is not None and (most < least or most < 1):
+        if maximum is not None and (maximum < minimum or maximum < 1):
             self.refuse("a repetition from more to fewer")
-        return Repeated(node, least, most)
+        return Repeated(node, minimum, maximum)
 
     def _count(self) -> int:
         number = int(self.take("number"))

@@ -131,32 +131,32 @@ class LarkWriter:
             yield from self._between(first, rest, begin, end)
 
     def _repeated(self, node: Repeated, begin: int, end: int) -> Iterator[_Option]:
-        inner, least, most = node.node, node.least, node.most
-        if (least, most) == (0, None):
+        inner, minimum, maximum = node.node, node.minimum, node.maximum
+        if (minimum, maximum) == (0, None):
             yield from [[]] if begin == end else []
             yield from self._between(node, inner, begin, end)
-        elif (least, most) == (1, 1):
+        elif (minimum, maximum) == (1, 1):
             yield [(inner, begin, end)]
-        elif most == 0:
+        elif maximum == 0:
             yield from [[]] if begin == end else []
-        elif (least, most) == (0, 1):
+        elif (minimum, maximum) == (0, 1):
             yield from [[]] if begin == end else []
             yield [(inner, begin, end)]
-        elif least == most:
-            half = self._times(inner, least // 2, least // 2)
-            pair = [half, half, inner] if least % 2 else [half, half]
-            yield [(self._made(("pair", inner, least), lambda: Sequence(tuple(pair))), begin, end)]
-        elif least:
-            more = self._times(inner, 0, None if most is None else most - least)
-            yield from self._between(self._times(inner, least, least), more, begin, end)
+        elif minimum == maximum:
+            half = self._times(inner, minimum // 2, minimum // 2)
+            pair = [half, half, inner] if minimum % 2 else [half, half]
+            yield [(self._made(("pair", inner, minimum), lambda: Sequence(tuple(pair))), begin, end)]
+        elif minimum:
+            more = self._times(inner, 0, None if maximum is None else maximum - minimum)
+            yield from self._between(self._times(inner, minimum, minimum), more, begin, end)
         else:  # either fewer than half, or half and up to as many again, so that each number has one derivation
-            assert most is not None
-            many = (most + 1) // 2
+            assert maximum is not None
+            many = (maximum + 1) // 2
             yield [(self._times(inner, 0, many - 1), begin, end)]
-            yield from self._between(self._times(inner, many, many), self._times(inner, 0, most - many), begin, end)
+            yield from self._between(self._times(inner, many, many), self._times(inner, 0, maximum - many), begin, end)
 
-    def _times(self, node: Node, least: int, most: int | None) -> Node:
-        return self._made(("times", node, least, most), lambda: Repeated(node, least, most))
+    def _times(self, node: Node, minimum: int, maximum: int | None) -> Node:
+        return self._made(("times", node, minimum, maximum), lambda: Repeated(node, minimum, maximum))
 
     def _made(self, key: object, make: Callable[[], Node]) -> Node:
         if key not in self._known:

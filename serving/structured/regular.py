@@ -49,8 +49,8 @@ class Choice:
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeated:
     node: Node
-    least: int
-    most: int | None
+    minimum: int
+    maximum: int | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +130,7 @@ class Quoted:
             return all(map(self.is_nullable, node.items))
         if isinstance(node, Choice):
             return any(map(self.is_nullable, node.options))
-        return isinstance(node, Repeated) and (node.least == 0 or self.is_nullable(node.node))
+        return isinstance(node, Repeated) and (node.minimum == 0 or self.is_nullable(node.node))
 
     def whole(self, node: Node) -> str:
         """Return the expression of all texts."""
@@ -149,7 +149,7 @@ class Quoted:
         if isinstance(node, Choice):
             return _any(map(self.whole, node.options))
         if isinstance(node, Repeated):
-            return f"(?:{self.whole(node.node)}){_times(node.least, node.most)}"
+            return f"(?:{self.whole(node.node)}){_times(node.minimum, node.maximum)}"
         raise AssertionError(node)  # has been refused
 
     def suffixed(self, node: Node) -> str | None:
@@ -181,9 +181,9 @@ class Quoted:
                 if not self.is_nullable(item):
                     break
         elif isinstance(node, Repeated):
-            begin = None if node.most == 0 else first(node.node)
-            most = None if node.most is None else node.most - 1
-            rest = f"(?:{self.whole(node.node)}){_times(max(node.least - 1, 0), most)}" if most != 0 else ""
+            begin = None if node.maximum == 0 else first(node.node)
+            maximum = None if node.maximum is None else node.maximum - 1
+            rest = f"(?:{self.whole(node.node)}){_times(max(node.minimum - 1, 0), maximum)}" if maximum != 0 else ""
             options = [None if begin is None else begin + rest]
         else:
             raise AssertionError(node)  # has been refused
@@ -196,8 +196,8 @@ def _any(options: Iterable[str]) -> str:
     return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
 
-def _times(least: int, most: int | None) -> str:
-    return f"{{{least},{'' if most is None else most}}}"
+def _times(minimum: int, maximum: int | None) -> str:
+    return f"{{{minimum},{'' if maximum is None else maximum}}}"
 
 
 def _without_special(node: Chars) -> str:

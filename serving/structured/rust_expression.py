@@ -113,21 +113,21 @@ class _Reader:
     def _repeat(self, items: list[Node]) -> None:
         if not items:
             self.refuse("something to repeat before a quantifier")
-        least, most = 0, None
+        minimum, maximum = 0, None
         if self.text[self.at] == "{":
             found = self._take(_REPEAT)
             if found is None or (found[3] and not found[2]):
                 self.refuse("quantifiers {n}, {n,} and {n,m}")
-            least = int(found[1])
-            most = int(found[3]) if found[3] else None if found[2] else least
+            minimum = int(found[1])
+            maximum = int(found[3]) if found[3] else None if found[2] else minimum
         else:
             sign = self._next()
-            least, most = (1 if sign == "+" else 0), (1 if sign == "?" else None)
-        if most is not None and least > most:
+            minimum, maximum = (1 if sign == "+" else 0), (1 if sign == "?" else None)
+        if maximum is not None and minimum > maximum:
             self.refuse("quantifiers from fewer to more")
         if self.text[self.at : self.at + 1] == "?":
             self.at += 1  # a lazy quantifier matches the same texts
-        items[-1] = Repeated(items[-1], least, most)
+        items[-1] = Repeated(items[-1], minimum, maximum)
 
     def _atom(self, flags: str, depth: int) -> Node:
         sign = self._next()

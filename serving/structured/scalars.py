@@ -41,8 +41,8 @@ class Scalars:
                 self._refuse_beside(node, type_of(value))
         low, high = self._bounds(nodes)
         steps = [Fraction(Decimal(repr(step))) for step in self._all(nodes, "multipleOf")]
-        least, most = self._length(nodes)
-        return [value for value in listed if _admits(value, low, high, steps) and _admits_text(value, least, most)]
+        minimum, maximum = self._length(nodes)
+        return [value for value in listed if _admits(value, low, high, steps) and _admits_text(value, minimum, maximum)]
 
     def _refuse_beside(self, node: SchemaNode, name: str) -> None:
         kept = OF_TYPE.get(name, set()) if name in ("array", "object") else {"pattern"} if name == "string" else set()
@@ -80,15 +80,15 @@ class Scalars:
     ) -> dict[str, Any] | None:
         if low[0] > INTEGERS or high[0] < -INTEGERS:
             self._refuse_bounds(nodes, f"bounds within ±{INTEGERS:,}")
-        least = -INTEGERS if low[0] < -INTEGERS else math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
-        most = INTEGERS if high[0] > INTEGERS else math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
-        if least > most:
+        minimum = -INTEGERS if low[0] < -INTEGERS else math.floor(low[0]) + 1 if low[1] else math.ceil(low[0])
+        maximum = INTEGERS if high[0] > INTEGERS else math.ceil(high[0]) - 1 if high[1] else math.floor(high[0])
+        if minimum > maximum:
             return None
-        if int(float(least)) != least or int(float(most)) != most:
+        if int(float(minimum)) != minimum or int(float(maximum)) != maximum:
             self._refuse_bounds(nodes, "bounds that a double holds")
-        if step is not None and -(-least // step) * step > most:
+        if step is not None and -(-minimum // step) * step > maximum:
             return None
-        rules: dict[str, Any] = {"minimum": least, "maximum": most}
+        rules: dict[str, Any] = {"minimum": minimum, "maximum": maximum}
         return rules if step in (None, 1) else {**rules, "multipleOf": int(step or 1)}
 
     def _decimal(
@@ -136,19 +136,19 @@ class Scalars:
     # ---- strings ----
 
     def _length(self, nodes: tuple[SchemaNode, ...]) -> tuple[int, float]:
-        least = max(self._all(nodes, "minLength"), default=0)
-        return int(least), min(self._all(nodes, "maxLength"), default=math.inf)
+        minimum = max(self._all(nodes, "minLength"), default=0)
+        return int(minimum), min(self._all(nodes, "maxLength"), default=math.inf)
 
     def _text(self, nodes: tuple[SchemaNode, ...]) -> dict[str, Any] | None:
-        least, most = self._length(nodes)
-        if least > most:
+        minimum, maximum = self._length(nodes)
+        if minimum > maximum:
             return None
-        if least > MAX_LENGTH:
-            node = next(node for node in nodes if self.keywords.get(node, "minLength") == least)
-            raise self.keywords.document.error(f"{node.pointer}/minLength", least, f"at most {MAX_LENGTH:,}")
-        rules: dict[str, Any] = {"minLength": least} if least else {}
-        if most < math.inf:
-            rules["maxLength"] = int(min(most, MAX_LENGTH))
+        if minimum > MAX_LENGTH:
+            node = next(node for node in nodes if self.keywords.get(node, "minLength") == minimum)
+            raise self.keywords.document.error(f"{node.pointer}/minLength", minimum, f"at most {MAX_LENGTH:,}")
+        rules: dict[str, Any] = {"minLength": minimum} if minimum else {}
+        if maximum < math.inf:
+            rules["maxLength"] = int(min(maximum, MAX_LENGTH))
         shapes = [
             {"pattern": whole_text_pattern(pattern, self._refusal(node))}
             for node in nodes
@@ -198,5 +198,5 @@ def _admits(value: Any, low: tuple[Any, bool], high: tuple[Any, bool], steps: li
     return all(Fraction(Decimal(repr(value))) % step == 0 for step in steps)
 
 
-def _admits_text(value: Any, least: int, most: float) -> bool:
-    return not isinstance(value, str) or least <= len(value) <= most
+def _admits_text(value: Any, minimum: int, maximum: float) -> bool:
+    return not isinstance(value, str) or minimum <= len(value) <= maximum

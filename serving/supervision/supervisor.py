@@ -137,9 +137,9 @@ class Supervisor:
         """
         with self._lock:
             found = self._find(entity)
-            most = len(found.model.addresses) or MAX_REPLICAS
-            if not 0 <= n <= most:
-                raise InvalidField("replicas", n, f"0 to {most}")
+            maximum = len(found.model.addresses) or MAX_REPLICAS
+            if not 0 <= n <= maximum:
+                raise InvalidField("replicas", n, f"0 to {maximum}")
             if self._closed:
                 return
             found.wanted = n

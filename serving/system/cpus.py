@@ -56,10 +56,10 @@ def quota(proc: Path = PROC) -> float | None:
 def _group_quota(group: Path) -> float | None:
     try:
         if (group / "cpu.max").exists():
-            most, period = (group / "cpu.max").read_text().split()
+            maximum, period = (group / "cpu.max").read_text().split()
         else:
-            most, period = ((group / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-        return int(most) / int(period) if most != "max" and int(most) > 0 and int(period) > 0 else None
+            maximum, period = ((group / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        return int(maximum) / int(period) if maximum != "max" and int(maximum) > 0 and int(period) > 0 else None
     except (OSError, ValueError):  # the root group has no such file, nor does a group whose controller is off
         return None
 

@@ -41,9 +41,9 @@ def main_memory(proc: Path = PROC) -> MainMemory:
 def _of_group(group: Path) -> MainMemory | None:
     """Return the group's memory; the page cache counts as free, because the kernel gives it up before it refuses
     memory."""
-    most, current, cached = V2 if (group / V2[0]).exists() else V1
+    maximum, current, cached = V2 if (group / V2[0]).exists() else V1
     try:
-        limit, used = int((group / most).read_text()), int((group / current).read_text())
+        limit, used = int((group / maximum).read_text()), int((group / current).read_text())
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no limit ("max"), as in the root group, or no such controller
         return None

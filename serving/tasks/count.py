@@ -1,7 +1,7 @@
 """The tokens of a prompt that is only counted or inspected: prepared as for a request, but never run.
 
 They are exactly the tokens that the engine would get, except that a prompt longer than the model's context is counted
-too (up to ``most``): callers want to know whether it fits.
+too (up to ``maximum``): callers want to know whether it fits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_COUNTED_TOKENS = (
 )  # a prompt of up to this many tokens is counted, however short the context: encoding takes a second
 
 
-def most(endpoint: EndpointView) -> int:
+def maximum(endpoint: EndpointView) -> int:
     """Return the maximum number of tokens of a counted prompt."""
     return max(MAX_COUNTED_TOKENS, endpoint.context)
 
@@ -40,7 +40,7 @@ def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: Endpo
     tokens.
 
     Sampling parameters of ``given`` are ignored, except the constraint. Raises the same errors as ``prepare``, but
-    ``ContextTooLong`` only above ``most``.
+    ``ContextTooLong`` only above ``maximum``.
     """
     check_task(given.task, endpoint)
     raw: RawRequest = given
@@ -54,7 +54,7 @@ def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: Endpo
         return endpoint.text.encode_input(text)
     if isinstance(raw, RawCompletion) and is_raw(raw, endpoint) and isinstance(raw.prompts[0], str):
         return text_tokens(raw.prompts[0], endpoint)
-    size = most(endpoint) + 1
+    size = maximum(endpoint) + 1
     roomy = msgspec.structs.replace(endpoint.info, max_model_len=size, max_kv_tokens=size)
     given_dialects = endpoint.profile.dialects
     dialects = DialectSettings(
@@ -80,7 +80,7 @@ def prompt_tokens(given: RawChat | RawCompletion | RawEmbedding, endpoint: Endpo
 def text_tokens(text: str, endpoint: EndpointView, add_special_tokens: bool = True) -> tuple[int, ...]:
     """Return the token ids of ``text`` alone, without the template or instruction that a request would add.
 
-    Raises ``ContextTooLong`` above ``most``.
+    Raises ``ContextTooLong`` above ``maximum``.
     """
     _check_size(text, endpoint, "prompt")
     if add_special_tokens and not endpoint.generates:
@@ -89,9 +89,11 @@ def text_tokens(text: str, endpoint: EndpointView, add_special_tokens: bool = Tr
 
 
 def _check_size(text: str, endpoint: EndpointView, path: str) -> None:
-    if endpoint.text.surely_over(text, most(endpoint)) is not None:
+    if endpoint.text.surely_over(text, maximum(endpoint)) is not None:
         raise _too_many(path, endpoint)
 
 
 def _too_many(path: str, endpoint: EndpointView) -> ContextTooLong:
-    return ContextTooLong(f"{path}: more than {most(endpoint)} tokens, which are the most that are counted", param=path)
+    return ContextTooLong(
+        f"{path}: more than {maximum(endpoint)} tokens, which are the most that are counted", param=path
+    )

@@ -194,13 +194,13 @@ def _check_embedding(raw: RawEmbedding, endpoint: EndpointView) -> None:
 
 def _deadline(now: float | None, *timeouts: float | None) -> float | None:
     """Return the time at which the shortest of ``timeouts`` ends; a caller cannot extend the limits of the server."""
-    shortest = math.inf
+    min_timeout = math.inf
     for timeout in timeouts:
-        if timeout is not None and timeout < shortest:
-            shortest = timeout
-    if shortest == math.inf:
+        if timeout is not None and timeout < min_timeout:
+            min_timeout = timeout
+    if min_timeout == math.inf:
         return None
-    return (time.monotonic() if now is None else now) + shortest
+    return (time.monotonic() if now is None else now) + min_timeout
 
 
 def _generation(
@@ -215,8 +215,8 @@ def _generation(
         prompts, tools, begins_in_reasoning, read_as = completion_prompts(raw, endpoint), None, False, None
         held_to, images = grammar(asked, endpoint), ()
     if n * len(prompts) > profile.max_sequences:
-        most = profile.max_sequences // len(prompts)
-        raise InvalidField("n", n, f"an integer in [1, {most}] with {len(prompts)} prompts")
+        maximum = profile.max_sequences // len(prompts)
+        raise InvalidField("n", n, f"an integer in [1, {maximum}] with {len(prompts)} prompts")
     raw_prompt = isinstance(raw, RawCompletion) and is_raw(raw, endpoint)
     echo = isinstance(raw, RawCompletion) and bool(raw.echo)
     if asked.max_tokens == 0:

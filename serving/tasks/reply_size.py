@@ -27,36 +27,36 @@ def check_size(request: ValidRequest, raw: RawRequest, profile: Profile, dimensi
     ``dimensions`` is the size of the model's embeddings.
     """
     _check_copies(request, profile.max_copied_tokens)
-    if (most := profile.max_reply_bytes) is None:
+    if (maximum := profile.max_reply_bytes) is None:
         return
-    _check_repeats(request, most)
-    _check_logprobs(request, most, "logprobs" if isinstance(raw, RawCompletion) else "top_logprobs")
-    if request.task == "embeddings" and fixed_size(request, dimensions) > most:
+    _check_repeats(request, maximum)
+    _check_logprobs(request, maximum, "logprobs" if isinstance(raw, RawCompletion) else "top_logprobs")
+    if request.task == "embeddings" and fixed_size(request, dimensions) > maximum:
         size = fixed_size(request, dimensions) // len(request.sequences)
-        allowed = f"at most {most // size} in one request, of {size} bytes a vector"
+        allowed = f"at most {maximum // size} in one request, of {size} bytes a vector"
         raise InvalidField("input", f"{len(request.sequences)} inputs", allowed)
 
 
-def _check_repeats(request: ValidRequest, most: int) -> None:
-    if _repeated(request) <= most:
+def _check_repeats(request: ValidRequest, maximum: int) -> None:
+    if _repeated(request) <= maximum:
         return
     suffix, echo, count = len(request.suffix.encode()), _bytes(request.echo), len(request.sequences)
-    allowed = f"at most {most} bytes in a reply, all repeats together"
+    allowed = f"at most {maximum} bytes in a reply, all repeats together"
     if suffix * count > echo * request.n:
         raise InvalidField("suffix", f"{suffix} bytes in {count} choices", allowed)
     raise InvalidField("echo", f"{echo} bytes in {request.n} choices", allowed)
 
 
-def _check_logprobs(request: ValidRequest, most: int, field: str) -> None:
+def _check_logprobs(request: ValidRequest, maximum: int, field: str) -> None:
     sampling = request.sampling
     if sampling is None or sampling.logprobs is None:
         return
     tokens = sampling.max_tokens * len(request.sequences)
     if sampling.prompt_logprobs is not None:
         tokens += sum(len(sequence.prompt_token_ids) for sequence in request.sequences)
-    if tokens * (sampling.logprobs + 1) * LOGPROB_BYTES > most:
+    if tokens * (sampling.logprobs + 1) * LOGPROB_BYTES > maximum:
         asked = f"{sampling.logprobs} with {tokens} tokens"
-        allowed = f"at most {most // LOGPROB_BYTES} tokens and alternatives over max_tokens of all choices"
+        allowed = f"at most {maximum // LOGPROB_BYTES} tokens and alternatives over max_tokens of all choices"
         raise InvalidField(field, asked, allowed)
 
 
@@ -77,9 +77,11 @@ def _bytes(texts: tuple[str, ...]) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
-def _check_copies(request: ValidRequest, most: int) -> None:
+def _check_copies(request: ValidRequest, maximum: int) -> None:
     """Bound the prompt tokens over all choices, because the engine holds the prompt's tokens for each choice."""
     tokens = request.num_prompt_tokens
-    if request.n > 1 and tokens * request.n > most:
-        allowed = f"an integer in [1, {max(1, most // tokens)}]: prompts have at most {most} tokens over all choices"
+    if request.n > 1 and tokens * request.n > maximum:
+        allowed = (
+            f"an integer in [1, {max(1, maximum // tokens)}]: prompts have at most {maximum} tokens over all choices"
+        )
         raise InvalidField("n", request.n, allowed)

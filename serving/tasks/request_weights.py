@@ -65,9 +65,9 @@ def check_prompt_table(raw: RawRequest, endpoint: EndpointView) -> None:
         raise InvalidField(field, given, "null: this model's engine takes no prompt tables")
     if not isinstance(raw, RawCompletion) or any(isinstance(prompt, str) for prompt in raw.prompts):
         raise InvalidField(field, given, "null unless the prompt is token ids: no text has ids for its rows")
-    most = endpoint.context
-    if not 1 <= table.num_tokens <= most:
-        raise InvalidField("prompt_vocab_size", table.num_tokens, f"an integer in [1, {most}]")
+    maximum = endpoint.context
+    if not 1 <= table.num_tokens <= maximum:
+        raise InvalidField("prompt_vocab_size", table.num_tokens, f"an integer in [1, {maximum}]")
     width = endpoint.info.hidden_size
     if len(table.data) != table.num_tokens * width * FLOAT_BYTES:
         size = f"[{table.num_tokens}, {width}] numbers, as prompt_vocab_size and the model's hidden size say"

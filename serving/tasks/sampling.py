@@ -21,7 +21,7 @@ MIN_DIVISOR = 1e-9
 def resolve(
     asked: RawSampling,
     endpoint: EndpointView,
-    longest_prompt: int,
+    max_prompt_tokens: int,
     own: RawSampling,
     grammar: Grammar | None = None,
     *,
@@ -29,12 +29,13 @@ def resolve(
 ) -> Sampling:
     """Return the request's sampling parameters, each with its final value.
 
-    ``longest_prompt`` is in tokens. ``own`` has the model's default lengths; these never cause a request to be refused.
+    ``max_prompt_tokens`` is the length of the longest prompt. ``own`` has the model's default lengths; these never
+    cause a request to be refused.
     ``score_prompt`` asks for the prompt's log probabilities too, where the request asks for any. Raises
     ``InvalidField``, and ``ContextTooLong`` if max_tokens does not fit.
     """
     profile = endpoint.profile
-    max_tokens = _max_tokens(asked, endpoint, longest_prompt, own.max_tokens or profile.default_max_tokens)
+    max_tokens = _max_tokens(asked, endpoint, max_prompt_tokens, own.max_tokens or profile.default_max_tokens)
     if asked.min_tokens is not None and asked.min_tokens > max_tokens:
         raise InvalidField("min_tokens", asked.min_tokens, f"at most max_tokens, {max_tokens}")
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -43,7 +44,7 @@ def resolve(
     temperature = _or(asked.temperature, profile.default_temperature)
     top_k = profile.default_top_k if asked.top_k is None else asked.top_k
     if asked.exact_bounds:
-        _check_exact_bounds(asked, endpoint, longest_prompt)
+        _check_exact_bounds(asked, endpoint, max_prompt_tokens)
     resolved = Sampling(
         max_tokens=max_tokens,
         min_tokens=min(own.min_tokens or 0, max_tokens) if asked.min_tokens is None else asked.min_tokens,
@@ -126,34 +127,34 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _max_tokens(given: RawSampling, endpoint: EndpointView, longest_prompt: int, default: int | None) -> int:
-    room = endpoint.context - longest_prompt
-    asked, most = given.max_tokens, endpoint.profile.dialects.maxIterTimes
+def _max_tokens(given: RawSampling, endpoint: EndpointView, max_prompt_tokens: int, default: int | None) -> int:
+    room = endpoint.context - max_prompt_tokens
+    asked, maximum = given.max_tokens, endpoint.profile.dialects.maxIterTimes
     if asked is None:
-        return min(room, default or room, most or room)
-    if most is not None and asked > most:
+        return min(room, default or room, maximum or room)
+    if maximum is not None and asked > maximum:
         if not given.clip_max_tokens:
-            raise InvalidField("max_tokens", asked, f"an integer in [1, {most}]: this endpoint's maxIterTimes")
-        asked = most
+            raise InvalidField("max_tokens", asked, f"an integer in [1, {maximum}]: this endpoint's maxIterTimes")
+        asked = maximum
     if asked <= room:
         return asked
     if given.error_behavior == "truncate" or given.clip_max_tokens:
         return room
     text = (
-        f"max_tokens: {asked} does not fit: the prompt has {longest_prompt} tokens and this model's maximum context "
+        f"max_tokens: {asked} does not fit: the prompt has {max_prompt_tokens} tokens and this model's maximum context "
         f"length is {endpoint.context} tokens, which leaves {room}"
     )
     raise ContextTooLong(text, param="max_tokens")
 
 
-def _check_exact_bounds(asked: RawSampling, endpoint: EndpointView, longest_prompt: int) -> None:
+def _check_exact_bounds(asked: RawSampling, endpoint: EndpointView, max_prompt_tokens: int) -> None:
     size, dialects = endpoint.info.vocab_size, endpoint.profile.dialects
     if asked.top_k is not None and asked.top_k >= size:
         raise InvalidField("top_k", asked.top_k, f"an integer in [0, {size - 1}]: less than the vocabulary's size")
     if dialects.maxSeqLen is not None and dialects.maxIterTimes is not None:
-        most = dialects.maxSeqLen - dialects.maxIterTimes
-        if longest_prompt > most:
-            text = f"prompt: {longest_prompt} tokens; at most {most} are allowed: maxSeqLen less maxIterTimes"
+        maximum = dialects.maxSeqLen - dialects.maxIterTimes
+        if max_prompt_tokens > maximum:
+            text = f"prompt: {max_prompt_tokens} tokens; at most {maximum} are allowed: maxSeqLen less maxIterTimes"
             raise ContextTooLong(text, param="prompt")
 
 

@@ -110,7 +110,7 @@ class InstantSequence:
         for token_id in source.resumed_token_ids:
             self.state = mix(self.state, token_id)
         # for stop sequences: the last tokens, where there are such
-        longest = self.stop_rule.longest_run if self.stop_rule is not None else 0
+        longest = self.stop_rule.max_run if self.stop_rule is not None else 0
         self.last: deque[int] = deque(source.resumed_token_ids, maxlen=longest)
 
     def next(self, vocab_size: int) -> int:

@@ -91,7 +91,7 @@ class _Maker:
     ) -> None:
         self._format = format
         self._tools = tools
-        self._most = MAX_CALLS if several else 1
+        self._maximum = MAX_CALLS if several else 1
         self._in_reasoning = in_reasoning
         self._forced = forced
         self._lark = Lark(special)
@@ -117,7 +117,7 @@ class _Maker:
         body = self._lark.rule(one_of(bodies)) if bodies else ""
         tail = self._lark.free([mark for mark, _ in self._marked()], self._no_call())
         options = [*self._bare(), *([body] if body else []), tail]
-        if self._most > 1 and self._format.text_after and body:
+        if self._maximum > 1 and self._format.text_after and body:
             again = self._lark.rule(one_of(self._lark.until(mark) + " " + rest for mark, rest in self._marked()))
             after = self._lark.free([mark for mark, _ in self._marked()])
             limit = MAX_CALLS - 2 if self._format.one_per_region or not self._format.begin else 0
@@ -191,7 +191,7 @@ class _Maker:
         begin = begins[0] if begins else ""
         if format.one_per_region:
             region = lark.rule(f"{lark.text(begin)} {self._call()} {lark.text(format.end)}")
-            return f"{region} {times(f'{lark.text(format.separator)} {region}', 0, self._most - 1)}"
+            return f"{region} {times(f'{lark.text(format.separator)} {region}', 0, self._maximum - 1)}"
         return f"{lark.text(begin)} {self._several(self._call())} {lark.text(format.end) if begin else ''}"
 
     def _several(self, call: str) -> str:
@@ -199,7 +199,7 @@ class _Maker:
         return f'"[" {calls} "]"' if self._format.array else calls
 
     def _more(self, call: str) -> str:
-        return times(f"{self._lark.text(self._format.separator)} {call}", 0, self._most - 1)
+        return times(f"{self._lark.text(self._format.separator)} {call}", 0, self._maximum - 1)
 
     # -- calls
 

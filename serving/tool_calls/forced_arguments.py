@@ -210,9 +210,9 @@ def _single_quoted(schema: Mapping[str, Any]) -> str:
 
 def _rules(schema: Mapping[str, Any]) -> str:
     """Return a string schema's length and pattern in the notation of terminals."""
-    least, most, rules = schema.get("minLength"), schema.get("maxLength"), ""
-    if least is not None or most is not None:
-        rules += f" & /(?s:.){{{least or 0},{'' if most is None else most}}}/"
+    minimum, maximum, rules = schema.get("minLength"), schema.get("maxLength"), ""
+    if minimum is not None or maximum is not None:
+        rules += f" & /(?s:.){{{minimum or 0},{'' if maximum is None else maximum}}}/"
     if "pattern" in schema:
         rules += f" & /{slashed(schema['pattern'].removeprefix('^').removesuffix('$'))}/"
     return rules

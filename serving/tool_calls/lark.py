@@ -107,8 +107,8 @@ def one_of(options: Iterable[str]) -> str:
     return given[0] if len(given) == 1 else "(" + " | ".join(given) + ")"
 
 
-def times(item: str, least: int, most: int) -> str:
-    """Return an expression for ``least`` to ``most`` repeats of ``item``; "" if ``most`` is 0 or less."""
-    if most <= 0:
+def times(item: str, minimum: int, maximum: int) -> str:
+    """Return an expression for ``minimum`` to ``maximum`` repeats of ``item``; "" if ``maximum`` is 0 or less."""
+    if maximum <= 0:
         return ""
-    return f"({item})" if (least, most) == (1, 1) else f"({item}){{{least},{most}}}"
+    return f"({item})" if (minimum, maximum) == (1, 1) else f"({item}){{{minimum},{maximum}}}"

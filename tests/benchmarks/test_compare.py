@@ -77,14 +77,14 @@ def test_lengths_are_those_asked_for() -> None:
 
 
 class Ticking(drive.Engine):
-    """An engine of one token a step of a second; ``most`` is the max number of concurrent requests."""
+    """An engine of one token a step of a second; ``maximum`` is the max number of concurrent requests."""
 
     def __init__(self, takes: float = 1.0) -> None:
-        self.now, self.most, self._takes, self._left = 0.0, 0, takes, dict[str, int]()
+        self.now, self.maximum, self._takes, self._left = 0.0, 0, takes, dict[str, int]()
 
     def add(self, request: dict[str, Any]) -> None:
         self._left[request["id"]] = request["max_tokens"]
-        self.most = max(self.most, len(self._left))
+        self.maximum = max(self.maximum, len(self._left))
 
     def step(self, wait: float) -> list[drive.Piece]:
         self.now += self._takes
@@ -107,7 +107,7 @@ def test_a_closed_loop_keeps_its_callers_busy() -> None:
     """A closed loop never runs more than ``callers`` at once, starts the next as one ends, and answers all."""
     engine = Ticking()
     answer = engine.run(asked(5), 2)
-    assert engine.most == 2
+    assert engine.maximum == 2
     assert [one["asked"] for one in answer["answers"]] == [0, 0, 2, 2, 4]
     assert all(one["tokens"] == [7, 7] for one in answer["answers"])
     assert answer["cut"] == 0

@@ -25,7 +25,7 @@ BLOCK = re.compile(
     r"^(?:## (?P<heading>[^\n]+)|```(?P<language>bash|python)\n(?P<code>.*?)^```)$", re.MULTILINE | re.DOTALL
 )
 MARK = "-- section:"
-LONGEST = 1700.0  # seconds: about 90 on two idle cores
+MAX_SECONDS = 1700.0  # seconds: about 90 on two idle cores
 pytestmark = pytest.mark.timeout(1800)
 # The first two commands have tests of their own, and the second is the one that runs this.
 PROLOGUE = 'bash() { case "$1" in examples/quickstart/demo.sh|tests/run.sh) ;; *) command bash "$@";; esac; }\nset -m\n'
@@ -113,7 +113,7 @@ def transcript(
                     start_new_session=True,
                 )
                 try:
-                    shell.wait(timeout=LONGEST)
+                    shell.wait(timeout=MAX_SECONDS)
                 finally:
                     end_session(shell.pid)
                     shell.wait()

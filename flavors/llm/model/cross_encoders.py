@@ -75,9 +75,9 @@ def read_cross_encoder(model_dir: Path, tokenizer_dir: Path, config: dict[str, A
         or (own.get("activation_fn") if isinstance(own, dict) else None)
         or config.get("sbert_ce_default_activation_function")
     )
-    longest = _read(tokenizer_dir / "tokenizer_config.json").get("model_max_length")
-    bounded = isinstance(longest, int) and 0 < longest < UNBOUNDED
-    return CrossEncoderSpec(activation=_activation(named), max_length=longest if bounded else None)
+    max_length = _read(tokenizer_dir / "tokenizer_config.json").get("model_max_length")
+    bounded = isinstance(max_length, int) and 0 < max_length < UNBOUNDED
+    return CrossEncoderSpec(activation=_activation(named), max_length=max_length if bounded else None)
 
 
 def _activation(named: Any) -> Activation:

@@ -113,10 +113,10 @@ class _Probe:
         if not (longest and tile and isinstance(around, str) and isinstance(count, int)):
             return None
         whole = str(getattr(processor, "global_image_tag", None) or getattr(processor, "global_image_token", ""))
-        most = max(-(-longest // tile), 1)
-        if most > MAX_TILES_PER_ROW:
+        maximum = max(-(-longest // tile), 1)
+        if maximum > MAX_TILES_PER_ROW:
             raise PackagingError(
-                f"model: its processor cuts images into {most} x {most} tiles; at most {MAX_TILES_PER_ROW}"
+                f"model: its processor cuts images into {maximum} x {maximum} tiles; at most {MAX_TILES_PER_ROW}"
             )
         inner = (self.image_id,) * count
         once = (*self._encoded(around + whole), *inner, *self._encoded(around))
@@ -128,8 +128,8 @@ class _Probe:
             longest_edge=longest,
             tile=tile,
             tile_heads=tuple(
-                tuple(tuple(self._encoded(f"{around}<row_{row + 1}_col_{column + 1}>")) for column in range(most))
-                for row in range(most)
+                tuple(tuple(self._encoded(f"{around}<row_{row + 1}_col_{column + 1}>")) for column in range(maximum))
+                for row in range(maximum)
             ),
             row_end=tuple(self._encoded("\n")),
             whole=(*self._encoded("\n\n"), *once),

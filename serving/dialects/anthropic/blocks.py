@@ -96,9 +96,11 @@ SERVER_BLOCKS = dict.fromkeys(
 )
 
 
-def texts_or(block: Reader[Any], *, least: int = 0) -> Reader[str | tuple[dict[str, Any], ...]]:
-    """Return a reader of a string or a list of at least ``least`` blocks."""
-    blocks = list_of(block, "a string or a list of content blocks" + (", not empty" if least else ""), least=least)
+def texts_or(block: Reader[Any], *, minimum: int = 0) -> Reader[str | tuple[dict[str, Any], ...]]:
+    """Return a reader of a string or a list of at least ``minimum`` blocks."""
+    blocks = list_of(
+        block, "a string or a list of content blocks" + (", not empty" if minimum else ""), minimum=minimum
+    )
 
     @reader(**any_of(string.schema, blocks.schema))
     def read(value: Any, path: str) -> str | tuple[dict[str, Any], ...]:

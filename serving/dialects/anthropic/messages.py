@@ -42,9 +42,9 @@ class Turn(NamedTuple):
 _TURNS = {
     role: record(role=Entry(one_of(role), required=f'"{role}"'), content=Entry(content, required="a string or blocks"))
     for role, content in (
-        ("user", texts_or(USER_BLOCK, least=1)),
+        ("user", texts_or(USER_BLOCK, minimum=1)),
         ("assistant", texts_or(ASSISTANT_BLOCK)),
-        ("system", texts_or(SYSTEM_BLOCK, least=1)),
+        ("system", texts_or(SYSTEM_BLOCK, minimum=1)),
     )
 }
 

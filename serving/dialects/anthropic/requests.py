@@ -102,7 +102,7 @@ def _tool(value: Any, path: str) -> Tool:
     )
 
 
-_TOOLS = list_of(_tool, f"a list of at most {MAX_TOOLS} tools", most=MAX_TOOLS)
+_TOOLS = list_of(_tool, f"a list of at most {MAX_TOOLS} tools", maximum=MAX_TOOLS)
 
 _PARALLEL = {"disable_parallel_tool_use": Entry(boolean, "one call at most")}
 _TOOL_CHOICE = one_of_types(

@@ -68,7 +68,7 @@ def written(value: Any, path: str) -> str:
     return string(value, path)
 
 
-_CHOICES = list_of(written, f"a list of 1 to {MAX_CHOICES} texts that are not empty", least=1, most=MAX_CHOICES)
+_CHOICES = list_of(written, f"a list of 1 to {MAX_CHOICES} texts that are not empty", minimum=1, maximum=MAX_CHOICES)
 
 _JSON_SCHEMA = record(
     name=Entry(NAME, required="a name for the form"),

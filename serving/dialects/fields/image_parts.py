@@ -102,19 +102,19 @@ def place_of(given: str, where: str, forms: Forms) -> Place:
     return Place("path", local, local, local)
 
 
-def data_of(given: str, where: str, types: Sequence[str], most: int) -> Place:
+def data_of(given: str, where: str, types: Sequence[str], max_bytes: int) -> Place:
     """Return the base64 text of a ``data:`` URL of one of ``types``, as the content of a place.
 
-    Raises ``InvalidField`` for another type, for invalid base64, and unless it has 1 to ``most`` bytes.
+    Raises ``InvalidField`` for another type, for invalid base64, and unless it has 1 to ``max_bytes`` bytes.
     """
     head = _DATA.match(given)
     if head is None or head[1].lower() not in types:
         raise InvalidField(where, given[:64], "data:TYPE;base64,… of type " + ", ".join(types))
-    return Place("data", "", base64_of(given[head.end() :], where, most, "valid base64 after the comma"), "")
+    return Place("data", "", base64_of(given[head.end() :], where, max_bytes, "valid base64 after the comma"), "")
 
 
-def base64_of(text: str, where: str, most: int, allowed: str = "valid base64") -> str:
-    """Return ``text`` if it is base64 of 1 to ``most`` bytes. Raises ``InvalidField``.
+def base64_of(text: str, where: str, max_bytes: int, allowed: str = "valid base64") -> str:
+    """Return ``text`` if it is base64 of 1 to ``max_bytes`` bytes. Raises ``InvalidField``.
 
     Nothing is decoded: a request may have many megabytes, which are decoded later or not at all.
     """
@@ -122,19 +122,19 @@ def base64_of(text: str, where: str, most: int, allowed: str = "valid base64") -
     if len(text) % 4 or padding not in (b"", b"=", b"==") or not text.endswith(padding.decode()):
         raise InvalidField(where, f"{len(text)} characters that are not base64", allowed)
     size = len(text) // 4 * 3 - len(padding)
-    if not 0 < size <= most:
-        raise InvalidField(where, f"{size} bytes", f"1 to {most} bytes")
+    if not 0 < size <= max_bytes:
+        raise InvalidField(where, f"{size} bytes", f"1 to {max_bytes} bytes")
     return text
 
 
-def part_of(place: Place, kind: Kind, most: int, field: str, part: str, name: str) -> MediaPart:
+def part_of(place: Place, kind: Kind, max_bytes: int, field: str, part: str, name: str) -> MediaPart:
     """Return what is at ``place``. ``field`` is the path of the field that names it, ``part`` that of its part."""
     return MediaPart(
         kind=kind,
         source=place.source,
         place=place.place,
         content=place.content,
-        most=most,
+        max_bytes=max_bytes,
         field=field,
         part=part,
         name=name,

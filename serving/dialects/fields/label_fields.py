@@ -14,15 +14,15 @@ CLIENT_REQUEST_ID = "the caller's own id of the request, recorded in log, ledger
 _NO_NUL = r"^[^\u0000]*$"  # no database keeps one
 
 
-def label(least: int, most: int) -> Reader[str]:
-    """Return a reader of a label of ``least`` to ``most`` characters."""
-    lengths = {"minLength": least} if least else {}
-    allowed = f"a text of {f'{least} to' if least else 'at most'} {most} characters, none of them NUL"
+def label(minimum: int, maximum: int) -> Reader[str]:
+    """Return a reader of a label of ``minimum`` to ``maximum`` characters."""
+    lengths = {"minLength": minimum} if minimum else {}
+    allowed = f"a text of {f'{minimum} to' if minimum else 'at most'} {maximum} characters, none of them NUL"
 
-    @reader(type="string", maxLength=most, pattern=_NO_NUL, **lengths)
+    @reader(type="string", maxLength=maximum, pattern=_NO_NUL, **lengths)
     def read(value: Any, path: str) -> str:
         text = string(value, path)
-        if not least <= len(text) <= most or "\0" in text:
+        if not minimum <= len(text) <= maximum or "\0" in text:
             raise InvalidField(path, value, allowed)
         return text
 

@@ -256,7 +256,7 @@ DATABRICKS_TOOL_FIELDS = (
         "tools",
         tools_reader(DATABRICKS_TOOLS),
         "tools",
-        f"functions that the model may call: at most {DATABRICKS_TOOLS.most}, each described and of at most "
+        f"functions that the model may call: at most {DATABRICKS_TOOLS.maximum}, each described and of at most "
         f"{DATABRICKS_TOOLS.properties} properties",
     ),
     *TOOL_CHOICE,

@@ -29,7 +29,7 @@ def stop_strings(value: Any, path: str) -> tuple[str, ...]:
 
 
 TOKEN = integer(0, INT32_MAX)
-TOKENS = list_of(TOKEN, "at least one token id", least=1)
+TOKENS = list_of(TOKEN, "at least one token id", minimum=1)
 _MAX_WORDS = 1024
 
 

@@ -26,14 +26,14 @@ class Bounds(NamedTuple):
     """A dialect's limits on tools, by default OpenAI's: how many tools, how many properties each may have, whether each
     needs a description, and whether custom tools are allowed."""
 
-    most: int = MAX_TOOLS
+    maximum: int = MAX_TOOLS
     properties: int | None = None
     described: bool = False
     custom: bool = True
 
 
 OPENAI = Bounds()
-DATABRICKS = Bounds(most=32, properties=15, described=True, custom=False)
+DATABRICKS = Bounds(maximum=32, properties=15, described=True, custom=False)
 
 
 # The part of a function's parameter schema that is checked even if its arguments are not constrained to it.
@@ -85,12 +85,12 @@ def tools_reader(bounds: Bounds = OPENAI) -> Reader[tuple[Tool, ...]]:
     """Return a reader of ``tools`` within ``bounds``. The schema cannot express that names must be distinct."""
     items = [_function_schema(bounds), *([_CUSTOM_SCHEMA] if bounds.custom else ())]
 
-    @reader(type="array", items=any_of(*items), maxItems=bounds.most)
+    @reader(type="array", items=any_of(*items), maxItems=bounds.maximum)
     def read(value: Any, path: str) -> tuple[Tool, ...]:
         if not isinstance(value, list | tuple):
             raise InvalidField(path, value, "a list of tools")
-        if len(value) > bounds.most:
-            raise InvalidField(path, f"{len(value)} tools", f"at most {bounds.most}")
+        if len(value) > bounds.maximum:
+            raise InvalidField(path, f"{len(value)} tools", f"at most {bounds.maximum}")
         found: dict[str, Tool] = {}
         for i, entry in enumerate(value):
             tool = _tool(entry, f"{path}[{i}]", bounds)
@@ -146,8 +146,8 @@ def _description(value: Any, path: str, needed: bool) -> str | None:
     return None if value is None else string(value, path)
 
 
-def tool_parameters(value: Any, path: str, most: int | None) -> dict[str, Any] | None:
-    """Read a parameter schema (``PARAMETERS``) of at most ``most`` properties (None: any number).
+def tool_parameters(value: Any, path: str, maximum: int | None) -> dict[str, Any] | None:
+    """Read a parameter schema (``PARAMETERS``) of at most ``maximum`` properties (None: any number).
 
     Raises ``InvalidField``.
     """
@@ -158,17 +158,17 @@ def tool_parameters(value: Any, path: str, most: int | None) -> dict[str, Any] |
         raise InvalidField(f"{path}.type", found["type"], '"object": arguments have names')
     properties, required = found.get("properties"), found.get("required")
     if properties is not None:
-        _check_properties(properties, f"{path}.properties", most)
+        _check_properties(properties, f"{path}.properties", maximum)
     if required is not None and not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
         raise InvalidField(f"{path}.required", required, "a list of the names of properties")
     return found
 
 
-def _check_properties(properties: Any, path: str, most: int | None) -> None:
+def _check_properties(properties: Any, path: str, maximum: int | None) -> None:
     if not isinstance(properties, dict):
         raise InvalidField(path, properties, "an object with a schema for each name")
-    if most is not None and len(properties) > most:
-        raise InvalidField(path, f"{len(properties)} properties", f"at most {most}")
+    if maximum is not None and len(properties) > maximum:
+        raise InvalidField(path, f"{len(properties)} properties", f"at most {maximum}")
     for name, schema in properties.items():
         if not isinstance(schema, dict | bool):
             raise InvalidField(f"{path}.{name[:64]}", schema, "a JSON schema: an object, true or false")

@@ -54,9 +54,9 @@ def read_call(body: bytes, header_length: str | None) -> InferCall:
     return call
 
 
-def _length(header: str, most: int) -> int:
-    if not re.fullmatch("[0-9]{1,18}", header) or int(header) > most:
-        raise InvalidField(HEADER_LENGTH, header[:40], f"the bytes of the JSON, at most the body's {most}")
+def _length(header: str, maximum: int) -> int:
+    if not re.fullmatch("[0-9]{1,18}", header) or int(header) > maximum:
+        raise InvalidField(HEADER_LENGTH, header[:40], f"the bytes of the JSON, at most the body's {maximum}")
     return int(header)
 
 

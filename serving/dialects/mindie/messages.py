@@ -23,7 +23,7 @@ class Medium(NamedTuple):
     """A kind of media. ``types`` has file extensions, each with the subtypes of its media type."""
 
     kind: Kind
-    most: int  # bytes
+    max_bytes: int  # bytes
     types: Mapping[str, tuple[str, ...]]
 
     @property
@@ -74,11 +74,11 @@ def media_part(value: dict[str, Any], path: str) -> MediaPart:
         raise InvalidField(where, given, 'a local path, an http or https URL or base64, alone or as {"url": …}')
     if given.startswith("data:"):
         types = [f"{medium.kind}/{kind}" for kinds in medium.types.values() for kind in kinds]
-        place = data_of(given, where, list(dict.fromkeys(types)), medium.most)
+        place = data_of(given, where, list(dict.fromkeys(types)), medium.max_bytes)
     else:
         place = place_of(given, where, _FORMS)
         _check_type(place, where, given, medium)
-    return part_of(place, medium.kind, medium.most, where, path, name)
+    return part_of(place, medium.kind, medium.max_bytes, where, path, name)
 
 
 def _check_type(place: Place, where: str, given: str, medium: Medium) -> None:

@@ -74,7 +74,7 @@ read_tokenize = Reader(_tokenize, any_of(_PROMPT.schema, _CHAT.schema))
 _DETOKENIZE = record(
     model=_COMMON["model"],
     tokens=Entry(
-        list_of(TOKEN, f"a list of at most {MAX_TOKENS} token ids", most=MAX_TOKENS),
+        list_of(TOKEN, f"a list of at most {MAX_TOKENS} token ids", maximum=MAX_TOKENS),
         "token ids",
         required="a list of token ids",
     ),

@@ -195,7 +195,7 @@ def _item(value: Any, path: str) -> dict[str, Any]:
     return read(value, path) | {"type": "message"}
 
 
-_LIST = list_of(_item, f"a string or a list of 1 to {MAX_MESSAGES} items", least=1, most=MAX_MESSAGES)
+_LIST = list_of(_item, f"a string or a list of 1 to {MAX_MESSAGES} items", minimum=1, maximum=MAX_MESSAGES)
 
 
 @reader(**any_of(string.schema, _LIST.schema))

@@ -91,7 +91,7 @@ _NAMESPACE = record(
     name=Entry(NAME, required="the name of the namespace"),
     description=Entry(string, "shown to the model with the first of its tools"),
     tools=Entry(
-        list_of(_ENTRY, f"a list of 1 to {MAX_TOOLS} tools", least=1, most=MAX_TOOLS),
+        list_of(_ENTRY, f"a list of 1 to {MAX_TOOLS} tools", minimum=1, maximum=MAX_TOOLS),
         required="its functions and custom tools",
     ),
 )
@@ -134,7 +134,7 @@ def _tool(found: dict[str, Any], path: str) -> Tool:
     )
 
 
-_TOOLS = list_of(_tools_of, f"a list of at most {MAX_TOOLS} tools", most=MAX_TOOLS)
+_TOOLS = list_of(_tools_of, f"a list of at most {MAX_TOOLS} tools", maximum=MAX_TOOLS)
 
 
 @reader(**_TOOLS.schema)
@@ -169,7 +169,9 @@ _ALLOWED = record(
     type=type_of("allowed_tools"),
     mode=Entry(one_of("auto", "required"), required="auto or required"),
     tools=Entry(
-        list_of(one_of_types(_NAMES, _REFUSED, "a tool"), f"a list of 1 to {MAX_TOOLS} tools", least=1, most=MAX_TOOLS),
+        list_of(
+            one_of_types(_NAMES, _REFUSED, "a tool"), f"a list of 1 to {MAX_TOOLS} tools", minimum=1, maximum=MAX_TOOLS
+        ),
         required="the tools that may be called, by type and name",
     ),
 )

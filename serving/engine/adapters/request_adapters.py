@@ -63,16 +63,16 @@ class NoAdapters:
             raise RuntimeError("a request claims an adapter, and there are none")
 
 
-def check_new(name: str, num_loaded: int, most: int, *, is_known: bool, replace: bool) -> None:
+def check_new(name: str, num_loaded: int, maximum: int, *, is_known: bool, replace: bool) -> None:
     """Check whether an adapter may be loaded beside ``num_loaded`` others. Raises ``AlreadyExists`` and
     ``LimitExceeded``."""
     if is_known and not replace:
         raise AlreadyExists(f"adapter {name!r} is already loaded", param="adapter")
-    if not is_known and num_loaded >= most:
+    if not is_known and num_loaded >= maximum:
         raise LimitExceeded(
-            f"{most} adapters are loaded, as many as max_adapters allows",
+            f"{maximum} adapters are loaded, as many as max_adapters allows",
             limit="max_adapters",
-            allowed=most,
+            allowed=maximum,
             remaining=0,
         )
 

@@ -153,8 +153,8 @@ class BeamSearch(RunningBeams):
     @property
     def num_certain(self) -> int:
         length = self._max_tokens if self._penalty > 0.0 else self.length
-        most = self._scores.max() / np.float32(length**self._penalty)
-        return sum(bool(one.token_ids) and bool(one.score >= most) for one in self._finished)
+        maximum = self._scores.max() / np.float32(length**self._penalty)
+        return sum(bool(one.token_ids) and bool(one.score >= maximum) for one in self._finished)
 
     def step(
         self,

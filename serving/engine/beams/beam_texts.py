@@ -42,7 +42,7 @@ class BeamTexts:
     def _ends(self, search: RunningBeams, fork: Fork) -> bool:
         count = search.length + 1
         if self._rule.has_runs:
-            before = search.tokens(fork.parent)[-self._rule.longest_run :] if search.length else ()
+            before = search.tokens(fork.parent)[-self._rule.max_run :] if search.length else ()
             if self._rule.run_ending((*before, fork.token_id), count):
                 return True
         if not self._stops or not self._rule.may_match(count):

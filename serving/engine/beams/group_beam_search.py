@@ -106,8 +106,8 @@ class GroupBeamSearch(RunningBeams):
         those that unfinished groups may still find. Among hypotheses of equal score the later comes first."""
         if not self.length:
             return 0
-        most = max(group.bound(self.length) for group in self._groups)
-        return sum(one.score > most for group in self._groups for one in group.hypotheses)
+        maximum = max(group.bound(self.length) for group in self._groups)
+        return sum(one.score > maximum for group in self._groups for one in group.hypotheses)
 
     def step(
         self,

@@ -369,7 +369,7 @@ def _special_ids(config: Any) -> set[Any]:
     }
 
 
-def _beyond_windows(model: Any, longest: int) -> list[int]:
+def _beyond_windows(model: Any, max_length: int) -> list[int]:
     """Return a length at which bidirectional windows have an effect; [] if there are none, or no text can exceed
     them."""
     windows = [
@@ -377,8 +377,8 @@ def _beyond_windows(model: Any, longest: int) -> list[int]:
         for module in model.modules()
         if getattr(module, "is_causal", None) is False and getattr(module, "sliding_window", None) is not None
     ]
-    beyond = max(windows, default=longest) + BEYOND_WINDOW_TOKENS
-    return [beyond] if beyond <= longest else []
+    beyond = max(windows, default=max_length) + BEYOND_WINDOW_TOKENS
+    return [beyond] if beyond <= max_length else []
 
 
 def _attend_raggedly(model: Any, holder: ContextHolder) -> None:

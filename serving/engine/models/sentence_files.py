@@ -149,8 +149,8 @@ def read_spec(model_dir: str | Path, tokenizer_dir: str | Path | None = None) ->
 
 def max_length_of(tokenizer_dir: str | Path) -> int | None:
     """Return the most tokens that the tokenizer's files allow; None for no limit."""
-    longest = _object(Path(tokenizer_dir) / "tokenizer_config.json").get("model_max_length")
-    return int(longest) if isinstance(longest, int | float) and 0 < longest < UNBOUNDED else None
+    max_length = _object(Path(tokenizer_dir) / "tokenizer_config.json").get("model_max_length")
+    return int(max_length) if isinstance(max_length, int | float) and 0 < max_length < UNBOUNDED else None
 
 
 def _transformer_config(folder: Path) -> tuple[dict[str, Any], str]:

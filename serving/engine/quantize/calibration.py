@@ -97,10 +97,10 @@ def inputs_of(
     """Yield each group of linears that share an input with its ``H`` [K, K] and ``mean |x|`` [K] over ``texts``, of
     rotated inputs."""
     waiting = list(groups)
-    most = max(MAX_HESSIAN_BYTES, sum(p.numel() * p.element_size() for p in model.parameters()) // MODEL_DIVISOR)
+    maximum = max(MAX_HESSIAN_BYTES, sum(p.numel() * p.element_size() for p in model.parameters()) // MODEL_DIVISOR)
     while waiting:
         taken: list[Linears] = []
-        room = most
+        room = maximum
         while waiting and (not taken or room > 0):
             taken.append(waiting.pop(0))
             room -= 4 * _width(taken[-1][0]) ** 2
@@ -215,9 +215,9 @@ def _best_factors(weight: torch.Tensor, products: torch.Tensor, sizes: torch.Ten
 
 def _range(x: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scale and zero point of groups [.., GROUP_SIZE], rounded as they are stored."""
-    most, least = x.amax(-1, keepdim=True).clamp_min(0) * clip, x.amin(-1, keepdim=True).clamp_max(0) * clip
-    scale = ((most - least) / MAX_LEVEL).clamp_min(MIN_SCALE).half().float()
-    return scale, (-least / scale).round().clamp(0, MAX_LEVEL)
+    maximum, minimum = x.amax(-1, keepdim=True).clamp_min(0) * clip, x.amin(-1, keepdim=True).clamp_max(0) * clip
+    scale = ((maximum - minimum) / MAX_LEVEL).clamp_min(MIN_SCALE).half().float()
+    return scale, (-minimum / scale).round().clamp(0, MAX_LEVEL)
 
 
 def _values(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:

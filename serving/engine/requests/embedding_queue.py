@@ -50,7 +50,7 @@ class EmbeddingQueue:
         kind = _class_of(request)
         tenant = self._tenants.of(request.tenant, kind)
         if tenant not in self._lines:
-            self._tenants.lift(tenant, self._turns[kind].least)
+            self._tenants.lift(tenant, self._turns[kind].lowest)
             self._lines[tenant] = {}
         tenant.num_unfinished += 1
         sizes = [len(sequence.prompt_token_ids) for sequence in request.sequences]
@@ -112,9 +112,9 @@ class EmbeddingQueue:
     def _take(self) -> list[tuple[ValidRequest, int]]:
         """Take inputs in their turns while they fit. An input larger than a batch is a batch of its own."""
         batch: list[tuple[ValidRequest, int]] = []
-        kind = BACKGROUND if self._turns[STANDARD].least is None else STANDARD
+        kind = BACKGROUND if self._turns[STANDARD].lowest is None else STANDARD
         budget = self._max_tokens if kind == STANDARD else int(self._max_tokens * BACKGROUND_BATCH_SHARE)
-        while (tenant := self._turns[kind].least) is not None:
+        while (tenant := self._turns[kind].lowest) is not None:
             line = self._lines[tenant]
             request_id, inputs = next(iter(line.items()))
             request = self._requests[request_id]

@@ -68,7 +68,7 @@ class FairQueue:
         """Let a sequence wait, in its place by arrival. ``again``: it has run before, so its tenant was not idle."""
         tenant = sequence.tenant
         if not tenant.num_waiting and not again:
-            self.tenants.lift(tenant, self._least(sequence.arrival[0]))
+            self.tenants.lift(tenant, self._lowest(sequence.arrival[0]))
         tenant.num_waiting += 1
         self._num += 1
         place = self._classes.setdefault(sequence.arrival[:2], _Class())
@@ -91,34 +91,34 @@ class FairQueue:
             if not place.lines:
                 del self._classes[rank]
 
-    def front(self, classes: range, most: int) -> list[SequenceState]:
-        """Return up to ``most`` sequences of ``classes`` in the order of their turns, as if each were to start."""
+    def front(self, classes: range, maximum: int) -> list[SequenceState]:
+        """Return up to ``maximum`` sequences of ``classes`` in the order of their turns, as if each were to start."""
         found: list[SequenceState] = []
         for rank in sorted(rank for rank in self._classes if rank[0] in classes):
             place = self._classes[rank]
             if len(place.lines) == 1:
-                found += islice(next(iter(place.lines.values())), most - len(found))
+                found += islice(next(iter(place.lines.values())), maximum - len(found))
             else:
-                found += _turns(place, most - len(found))
-            if len(found) >= most:
+                found += _turns(place, maximum - len(found))
+            if len(found) >= maximum:
                 break
         return found
 
-    def _least(self, service_class: int) -> Tenant | None:
-        least = [one.tenants.least for rank, one in self._classes.items() if rank[0] == service_class]
-        return min((one for one in least if one is not None), key=lambda one: one.used, default=None)
+    def _lowest(self, service_class: int) -> Tenant | None:
+        lowest = [one.tenants.lowest for rank, one in self._classes.items() if rank[0] == service_class]
+        return min((one for one in lowest if one is not None), key=lambda one: one.used, default=None)
 
 
-def _turns(place: _Class, most: int) -> list[SequenceState]:
-    """Return the next ``most`` sequences of several tenants, allowing for what starting each will cost. Changes
+def _turns(place: _Class, maximum: int) -> list[SequenceState]:
+    """Return the next ``maximum`` sequences of several tenants, allowing for what starting each will cost. Changes
     nothing."""
     found: list[SequenceState] = []
     heads: list[tuple[float, int, Tenant, int]] = []  # use after those found, turn, tenant, how many of it are found
     seen: list[Entry] = []
-    while len(found) < most:
-        least = place.tenants.least
-        if least is not None and (not heads or least.used < heads[0][0]) and (entry := place.tenants.pop()):
-            used, turn, tenant, taken = entry[0], len(seen), least, 0
+    while len(found) < maximum:
+        lowest = place.tenants.lowest
+        if lowest is not None and (not heads or lowest.used < heads[0][0]) and (entry := place.tenants.pop()):
+            used, turn, tenant, taken = entry[0], len(seen), lowest, 0
             seen.append(entry)
         elif heads:
             used, turn, tenant, taken = heapq.heappop(heads)

@@ -82,16 +82,16 @@ class InflightRequests:
         """Return the request with that id; None if it is not in flight."""
         return self._by_id.get(request_id)
 
-    def check_room(self, request: ValidRequest, most: int) -> None:
-        """Raise ``Overloaded`` if ``most`` requests are already in flight.
+    def check_room(self, request: ValidRequest, maximum: int) -> None:
+        """Raise ``Overloaded`` if ``maximum`` requests are already in flight.
 
         A provisioned request counts only other provisioned ones, since it waits for no others. A tenant with fewer than
-        ``most // QUEUE_FLOOR`` requests is admitted even then, as long as there are fewer than twice ``most``, so that
-        nobody is refused because of another tenant's backlog."""
+        ``maximum // QUEUE_FLOOR`` requests is admitted even then, as long as there are fewer than twice ``maximum``, so
+        that nobody is refused because of another tenant's backlog."""
         ahead = len(self._by_id)
         if request.provisioned:
             ahead = sum(one.request.provisioned for one in self._by_id.values())
-        check_queue(ahead, self._of_tenant[request.tenant], most)
+        check_queue(ahead, self._of_tenant[request.tenant], maximum)
 
     def of(self, sequence: SequenceState) -> InflightRequest:
         """Return the request that ``sequence`` belongs to. Raises ``KeyError`` if it has ended."""
@@ -205,9 +205,9 @@ class InflightRequests:
         return outputs
 
 
-def check_queue(ahead: int, of_tenant: int, most: int) -> None:
+def check_queue(ahead: int, of_tenant: int, maximum: int) -> None:
     """Raise ``Overloaded`` if there is no room behind ``ahead`` requests, ``of_tenant`` of them of its own tenant."""
-    if ahead >= most and (ahead >= 2 * most or of_tenant >= most // QUEUE_FLOOR):
+    if ahead >= maximum and (ahead >= 2 * maximum or of_tenant >= maximum // QUEUE_FLOOR):
         raise Overloaded(f"{ahead} requests are queued already", retry_after=1.0)
 
 

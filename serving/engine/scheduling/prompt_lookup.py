@@ -12,16 +12,16 @@ from ..attention.kv_cache import TokenIds
 MATCH_TOKENS = 3  # tokens that an earlier place must share with the end of the text
 
 
-def lookup(tokens: TokenIds, most: int) -> TokenIds:
-    """Return at most ``most`` tokens that followed the last ``MATCH_TOKENS`` of ``tokens`` at their latest earlier
+def lookup(tokens: TokenIds, maximum: int) -> TokenIds:
+    """Return at most ``maximum`` tokens that followed the last ``MATCH_TOKENS`` of ``tokens`` at their latest earlier
     occurrence."""
-    if most < 1 or len(tokens) <= MATCH_TOKENS:
+    if maximum < 1 or len(tokens) <= MATCH_TOKENS:
         return tokens[:0]
     places = ends_of(tokens[-MATCH_TOKENS:], tokens[:-1])
     if not len(places):
         return tokens[:0]
     start = int(places[-1])
-    return tokens[start : start + most]
+    return tokens[start : start + maximum]
 
 
 def ends_of(words: TokenIds, tokens: TokenIds) -> npt.NDArray[np.intp]:
@@ -70,6 +70,6 @@ class Prediction:
             after = places[places > self.place]
             self.place = int(after[0] if len(after) else places[-1])
 
-    def next(self, most: int) -> TokenIds:
-        """Return at most ``most`` next tokens of the prediction; none if the text does not follow it."""
-        return self.tokens[self.place : self.place + max(most, 0)] if self.is_followed else self.tokens[:0]
+    def next(self, maximum: int) -> TokenIds:
+        """Return at most ``maximum`` next tokens of the prediction; none if the text does not follow it."""
+        return self.tokens[self.place : self.place + max(maximum, 0)] if self.is_followed else self.tokens[:0]

@@ -298,7 +298,7 @@ class SequenceState:
         return None
 
     def _ends_run(self) -> bool:
-        return self.stop_rule.run_ending(self.output[-self.stop_rule.longest_run :], self.num_generated) > 0
+        return self.stop_rule.run_ending(self.output[-self.stop_rule.max_run :], self.num_generated) > 0
 
     def follow(self, known: int, reason: StopReason | None) -> StopReason | None:
         """Advance the grammar by the tokens from position ``known`` on, and append the tokens that it forces.

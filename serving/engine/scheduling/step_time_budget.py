@@ -161,18 +161,18 @@ class BestEffortBudget:
             return LINGER_STEPS * self.cost.predict(StepLoad(rows=1))
         if self._steps % PROBE_STEPS == 0:
             return 0.0
-        most = STEP_SHARE * self.cost.predict(provisioned)
+        maximum = STEP_SHARE * self.cost.predict(provisioned)
         if self.credit >= self._piece:  # enough was saved for the smallest piece, even if it exceeds a step's share
-            most = max(most, self._piece)
-        return min(self.credit, most)
+            maximum = max(maximum, self._piece)
+        return min(self.credit, maximum)
 
     @property
     def _piece(self) -> float:
         """Seconds of the least work that can be added: one token of one sequence."""
         return self.cost.row(0) * 1.5
 
-    def _ceiling(self, most: float) -> float:
-        return 2 * max(most, self._piece)
+    def _ceiling(self, maximum: float) -> float:
+        return 2 * max(maximum, self._piece)
 
     def row(self, provisioned: StepLoad, context: int) -> float:
         """Return the seconds charged for one more decoding row; never 0, since an estimate of 0 would admit

@@ -63,7 +63,7 @@ class LeastServed:
         self._entries.pop(tenant, None)
 
     @property
-    def least(self) -> Tenant | None:
+    def lowest(self) -> Tenant | None:
         """Return the least served tenant, None if the queue is empty."""
         heap = self.heap
         while heap:
@@ -78,7 +78,7 @@ class LeastServed:
 
     def pop(self) -> Entry | None:
         """Remove and return the entry of the least served tenant."""
-        tenant = self.least
+        tenant = self.lowest
         if tenant is None:
             return None
         del self._entries[tenant]
@@ -107,10 +107,10 @@ class Tenants:
             found = self.by_name[name, service_class] = Tenant()
         return found
 
-    def lift(self, tenant: Tenant, least: Tenant | None) -> None:
-        """Lift ``tenant``, which starts to wait, to the counter of ``least``, the least served waiting tenant, if
+    def lift(self, tenant: Tenant, lowest: Tenant | None) -> None:
+        """Lift ``tenant``, which starts to wait, to the counter of ``lowest``, the least served waiting tenant, if
         any."""
-        beside = least or self._last
+        beside = lowest or self._last
         if beside is not None and beside.used > tenant.used:
             tenant.used = beside.used
 

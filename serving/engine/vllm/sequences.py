@@ -60,7 +60,7 @@ class VllmSequence:
         rule = self.stop_rule
         assert rule is not None
         count = len(self.generated)
-        if rule.has_runs and rule.run_ending(self.generated[-rule.longest_run :], count):
+        if rule.has_runs and rule.run_ending(self.generated[-rule.max_run :], count):
             return "stop"
         return rule.reason(self.generated[-1] if count else None, count)
 

@@ -52,7 +52,7 @@ def create(server: WorkerState, request: Request) -> Answer:
         metadata=given.get("metadata"),
         output_seconds=kept,
         now_ms=ledger.now_ms(),
-        most_open=server.settings.max_open_batch_rows,
+        max_open=server.settings.max_open_batch_rows,
     )
     server.batches_changed.set()
     return json_answer(found)

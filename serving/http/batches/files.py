@@ -72,7 +72,7 @@ def upload(server: WorkerState, request: Request) -> Answer:
         filename=given.filename,
         now_ms=ledger.now_ms(),
         seconds=_seconds(given.fields),
-        most=server.settings.max_file_storage,
+        maximum=server.settings.max_file_storage,
     )
     return json_answer(found)
 

@@ -239,9 +239,7 @@ class DrainingWorker(GeventWorker):
         if probes:
             limits = ConnectionLimits(MAX_PROBES, MAX_PROBES)
         else:
-            limits = ConnectionLimits(
-                settings.max_connections, settings.most_of_an_address, on_release=self.slot.remove
-            )
+            limits = ConnectionLimits(settings.max_connections, settings.max_of_an_address, on_release=self.slot.remove)
         acceptor = Acceptor(
             sock,
             partial(self.serve, sock, tls),

@@ -42,7 +42,7 @@ _MESSAGE = record(
     role=Entry(one_of("system", "user", "assistant"), required="system, user or assistant"),
     content=Entry(_CONTENT, "May have variables: {{name}}", required="the message's text"),
 )
-_MESSAGES = list_of(_MESSAGE, "1 to 200 messages", least=1, most=200)
+_MESSAGES = list_of(_MESSAGE, "1 to 200 messages", minimum=1, maximum=200)
 
 
 @reader(**any_of(_CONTENT.schema, _MESSAGES.schema))

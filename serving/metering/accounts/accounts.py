@@ -244,9 +244,9 @@ def _known(query: Query, allowed: Mapping[str, Any], required: tuple[str, ...] =
     for name, value in query.items():
         if name not in allowed:
             raise InvalidField(name[:80], value, "no such parameter; expected one of " + ", ".join(allowed))
-        most = allowed[name].get("maxLength", 256)
-        if not 0 < len(value) <= most or "\0" in value:
-            raise InvalidField(name, value, f"a text of 1 to {most} characters")
+        maximum = allowed[name].get("maxLength", 256)
+        if not 0 < len(value) <= maximum or "\0" in value:
+            raise InvalidField(name, value, f"a text of 1 to {maximum} characters")
     for name in required:
         if name not in query:
             raise InvalidField(name, None, "a value: it is needed")

@@ -18,16 +18,16 @@ from .windows import BUDGETS, KINDS, UNITS
 _NO_CONTROL = r"[^\x00-\x1f\x7f]"
 
 
-def _named(most: int, *, least: int = 1) -> Reader[str]:
-    length = f"{least} to {most}" if least else f"at most {most}"
+def _named(maximum: int, *, minimum: int = 1) -> Reader[str]:
+    length = f"{minimum} to {maximum}" if minimum else f"at most {maximum}"
     allowed = f"a text of {length} characters, without control characters"
-    return text(re.compile(f"{_NO_CONTROL}{{{least},{most}}}"), allowed)
+    return text(re.compile(f"{_NO_CONTROL}{{{minimum},{maximum}}}"), allowed)
 
 
 _MOMENT = text(re.compile(r"[0-9A-Za-z:+. -]{1,40}"), EXPIRY_ALLOWED)
-_SCOPES = list_of(one_of(*SCOPES), "one or more of " + ", ".join(SCOPES), least=1, most=len(SCOPES))
+_SCOPES = list_of(one_of(*SCOPES), "one or more of " + ", ".join(SCOPES), minimum=1, maximum=len(SCOPES))
 _ENDPOINT = text(re.compile(rf"\*|{ALLOWED_ENDPOINT.pattern}"), "endpoint or endpoint:adapter")
-_ENDPOINTS = list_of(_ENDPOINT, ENDPOINTS_ALLOWED, least=1, most=MAX_ENDPOINTS)
+_ENDPOINTS = list_of(_ENDPOINT, ENDPOINTS_ALLOWED, minimum=1, maximum=MAX_ENDPOINTS)
 _MONEY = text(AMOUNT, f"{AMOUNT_ALLOWED}, as a text")
 _LIMIT_VALUES = record(
     **{
@@ -48,7 +48,7 @@ def _limits(value: Any, path: str) -> dict[str, int | str]:
 
 
 _KEY_FIELDS = {
-    "name": Entry(_named(256, least=0), "A note for people"),
+    "name": Entry(_named(256, minimum=0), "A note for people"),
     "scopes": Entry(_SCOPES, "What the key may do"),
     "expires": Entry(_MOMENT, EXPIRY_ALLOWED),
     "endpoints": Entry(_ENDPOINTS, 'What it may use: endpoint, or endpoint:adapter; ["*"] is everything'),

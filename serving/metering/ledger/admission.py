@@ -257,9 +257,15 @@ def _take(
 
 
 def check(
-    connection: sa.Connection, *, key_id: str, tenant: str, endpoint: str | None, least: Amounts, clock: MonotonicClock
+    connection: sa.Connection,
+    *,
+    key_id: str,
+    tenant: str,
+    endpoint: str | None,
+    minimum: Amounts,
+    clock: MonotonicClock,
 ) -> None:
-    """Raise ``LimitExceeded`` or ``PermissionDenied`` if a request of the ``least`` amounts would be refused.
+    """Raise ``LimitExceeded`` or ``PermissionDenied`` if a request of the ``minimum`` amounts would be refused.
 
     This is asked before a request is read, so that no body of megabytes is received and tokenised in vain. It reserves
     nothing; ``reserve`` decides.
@@ -278,7 +284,7 @@ def check(
     _move_up(clock, states)
     paired = [(limit, states.get(of_limits[limit.scope], WindowState())) for limit in set_limits]
     shared = is_shared(key_id)
-    admit(paired, int(clock.now()), least, functools.partial(currency_of, connection), is_shared=shared)
+    admit(paired, int(clock.now()), minimum, functools.partial(currency_of, connection), is_shared=shared)
 
 
 def _any(table: sa.Table, subjects: dict[str, str]) -> sa.ColumnElement[bool]:

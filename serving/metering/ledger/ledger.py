@@ -196,9 +196,9 @@ class Ledger:
         self._check_open()
         now = self._time_of_prices()
         costs = [cost(self.prices.at(entity, now), prompt=1, cached=0, completion=0) for entity in entities or ()]
-        least = Amounts(input=1, output=int(generates), queries=1, in_flight=1, money=min(costs, default=0))
+        minimum = Amounts(input=1, output=int(generates), queries=1, in_flight=1, money=min(costs, default=0))
         ask = partial(
-            admission.check, key_id=key_id, tenant=tenant, endpoint=endpoint, least=least, clock=self._window_clock
+            admission.check, key_id=key_id, tenant=tenant, endpoint=endpoint, minimum=minimum, clock=self._window_clock
         )
         try:
             self.store.read(ask, timeout=ADMISSION_TIMEOUT)

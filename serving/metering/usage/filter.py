@@ -28,9 +28,9 @@ def filter_of(asked: Mapping[str, str | None]) -> UsageFilter:
         value = asked.get(name)
         if value is None:
             continue
-        longest = MAX_VERSION if name == "model_version" else MAX_NAME
-        if not 0 < len(value) <= longest or "\0" in value:
-            raise InvalidField(name, value, f"a name of 1 to {longest} characters")
+        max_length = MAX_VERSION if name == "model_version" else MAX_NAME
+        if not 0 < len(value) <= max_length or "\0" in value:
+            raise InvalidField(name, value, f"a name of 1 to {max_length} characters")
         found[name] = value
     if found.get("status", "ok") not in STATUSES:
         raise InvalidField("status", found["status"], "one of " + ", ".join(STATUSES))

@@ -27,8 +27,8 @@ def check_places(media: Sequence[MediaPart], settings: DialectSettings) -> None:
 
 def check_size(part: MediaPart, size: int) -> None:
     """Raise ``InvalidField`` for an empty file and one that is too large."""
-    if not 0 < size <= part.most:
-        raise InvalidField(part.field, f"{size} bytes", f"1 to {part.most} bytes")
+    if not 0 < size <= part.max_bytes:
+        raise InvalidField(part.field, f"{size} bytes", f"1 to {part.max_bytes} bytes")
 
 
 def locate(part: MediaPart, allowed: str | None) -> tuple[str, str]:

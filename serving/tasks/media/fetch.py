@@ -58,8 +58,8 @@ def use_resolve(resolve: Callable[[str, int, float], list[Any]]) -> None:
     current_resolve = resolve
 
 
-def fetch(url: SplitResult, most: int, until: float) -> bytes:
-    """Return the body of ``url``, an http or https URL: at most ``most`` bytes, before ``until`` (monotonic seconds).
+def fetch(url: SplitResult, maximum: int, until: float) -> bytes:
+    """Return the body of ``url``, an http or https URL: at most ``maximum`` bytes, before ``until`` (monotonic).
 
     Raises ``NotFetched`` and ``TooLarge``.
     """
@@ -70,7 +70,7 @@ def fetch(url: SplitResult, most: int, until: float) -> bytes:
             if secure:
                 connection.secure(host)
             connection.sendall(_request(url))
-            return _body(connection, most)
+            return _body(connection, maximum)
     except TimeoutError:
         raise NotFetched("it took too long") from None
     except (http.client.IncompleteRead, ssl.SSLEOFError, ConnectionResetError, BrokenPipeError):
@@ -101,7 +101,7 @@ def _request(url: SplitResult) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
 
 
-def _body(connection: _Connection, most: int) -> bytes:
+def _body(connection: _Connection, maximum: int) -> bytes:
     with http.client.HTTPResponse(connection, method="GET") as response:  # type: ignore[arg-type]
         response.begin()
         if response.status != 200:
@@ -109,12 +109,12 @@ def _body(connection: _Connection, most: int) -> bytes:
             raise NotFetched(f"the server answered {response.status}{redirect}")
         if response.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
             raise NotFetched("the server sent it compressed")
-        if (response.length or 0) > most:
+        if (response.length or 0) > maximum:
             raise TooLarge
         data = bytearray()
         while chunk := response.read(CHUNK_BYTES):
             data += chunk
-            if len(data) > most:
+            if len(data) > maximum:
                 raise TooLarge
             connection.expect(CHUNK_BYTES)
         if response.length:

@@ -66,13 +66,13 @@ def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS, room: Imag
     ``room`` is asked before the pixels are made, by the size in the file's header. Raises what it raises,
     ``InvalidField``, and ``Overloaded`` if no process can decode now.
     """
-    most = min(MAX_PIXELS, left)
-    limits = decode_limits(most, len(data))
+    maximum = min(MAX_PIXELS, left)
+    limits = decode_limits(maximum, len(data))
     if room.keep is not keep_any:
         room.keep(3 * int(_run("image_size", data, part, left, limits, room)))
     size, pixels = _run("image", data, part, left, limits, room)
     width, height = size
-    if not 0 < width * height <= most or len(pixels) != 3 * width * height:
+    if not 0 < width * height <= maximum or len(pixels) != 3 * width * height:
         raise _damaged(part, data, "it is damaged")
     if is_too_thin((width, height)):
         allowed = f"an image whose longer side is at most {MAX_RATIO} times the shorter one"
@@ -82,7 +82,7 @@ def decoded(data: bytes, part: MediaPart, left: int = MAX_ALL_PIXELS, room: Imag
 
 def _run(work: str, data: bytes, part: MediaPart, left: int, limits: Limits, room: ImageRoom) -> Any:
     try:
-        return IMAGES.run(work, limits, data=data, caller=room.caller, most=min(MAX_PIXELS, left))
+        return IMAGES.run(work, limits, data=data, caller=room.caller, maximum=min(MAX_PIXELS, left))
     except Refused as error:
         if error.kind == "TooManyPixels" and left < MAX_PIXELS:
             raise InvalidField(part.field, _kind(data), f"{_TOO_MANY}: {_reason(error)}") from None

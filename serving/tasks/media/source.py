@@ -46,9 +46,11 @@ class Sources:
         if self._deadline is not None:
             until = min(until, self._deadline)
         try:
-            return fetch(_url(part, self._settings.allowedMediaDomains or ()), part.most, until)
+            return fetch(_url(part, self._settings.allowedMediaDomains or ()), part.max_bytes, until)
         except TooLarge:
-            raise InvalidField(part.field, f"more than {part.most} bytes", f"1 to {part.most} bytes") from None
+            raise InvalidField(
+                part.field, f"more than {part.max_bytes} bytes", f"1 to {part.max_bytes} bytes"
+            ) from None
         except NotFetched as error:
             raise InvalidField(part.field, part.place, f"a URL that can be fetched: {error}") from None
         finally:
@@ -89,7 +91,7 @@ def _read_file(part: MediaPart, allowed: str | None) -> bytes:
             raise InvalidField(part.field, part.place, "a regular file")
         check_size(part, found.st_size)
         data = bytearray()
-        while len(data) <= part.most and (chunk := file.read(min(CHUNK_BYTES, part.most + 1 - len(data)))):
+        while len(data) <= part.max_bytes and (chunk := file.read(min(CHUNK_BYTES, part.max_bytes + 1 - len(data)))):
             data += chunk
     check_size(part, len(data))  # it may have become longer
     return bytes(data)

@@ -91,7 +91,7 @@ class EndpointView:
         return min(length, self.profile.dialects.maxSeqLen or length)
 
     @property
-    def longest_prompt(self) -> int:
+    def max_prompt_tokens(self) -> int:
         """The maximum number of tokens of a prompt."""
         return min(self.context, self.profile.dialects.maxInputTokenLen or self.context)
 

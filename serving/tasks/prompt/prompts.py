@@ -136,11 +136,11 @@ def _completion_prompt(entry: str | tuple[int, ...], raw: RawCompletion, endpoin
             text=entry
         )
     truncate = raw.sampling.error_behavior == "truncate"
-    longest = endpoint.longest_prompt
-    over = endpoint.text.surely_over(entry, longest)
+    max_prompt = endpoint.max_prompt_tokens
+    over = endpoint.text.surely_over(entry, max_prompt)
     if over is not None and not truncate:
-        raise too_long(path, f"more than {longest}", endpoint)
-    text = entry if over is None else endpoint.text.tail(entry, longest)
+        raise too_long(path, f"more than {max_prompt}", endpoint)
+    text = entry if over is None else endpoint.text.tail(entry, max_prompt)
     ids = endpoint.text.encode(text)
     if not ids:
         raise InvalidField(path, entry, "a text of at least one token")
@@ -161,12 +161,17 @@ def _templated(
     if images:  # a prompt that is cut could end in the middle of one
         sampling = msgspec.structs.replace(sampling, error_behavior=None)
     truncate = sampling.error_behavior == "truncate"
-    longest = endpoint.longest_prompt
+    max_prompt = endpoint.max_prompt_tokens
     ids = endpoint.text.chat(
-        messages, template=template, variables=variables, limit=None if truncate else longest, context=longest, end=end
+        messages,
+        template=template,
+        variables=variables,
+        limit=None if truncate else max_prompt,
+        context=max_prompt,
+        end=end,
     )
     if isinstance(ids, int):
-        raise too_long(path, f"more than {longest}", endpoint)
+        raise too_long(path, f"more than {max_prompt}", endpoint)
     if not ids:
         raise InvalidField(path, "", "messages from which the template makes a prompt of at least one token")
     ids, counts = _with_images(ids, images, endpoint) if images else (ids, ())
@@ -194,19 +199,19 @@ def _fit(
     ids: tuple[int, ...], endpoint: EndpointView, sampling: RawSampling, path: str
 ) -> tuple[tuple[int, ...], bool]:
     """Return ``(ids, truncated)``. The ids leave room for at least one token, unless ``max_tokens`` is 0."""
-    context, longest = endpoint.context, endpoint.longest_prompt
-    least = 0 if sampling.max_tokens == 0 else 1
+    context, max_prompt = endpoint.context, endpoint.max_prompt_tokens
+    minimum = 0 if sampling.max_tokens == 0 else 1
     if sampling.error_behavior != "truncate":
-        if len(ids) + least > context or len(ids) > longest:
+        if len(ids) + minimum > context or len(ids) > max_prompt:
             raise too_long(path, str(len(ids)), endpoint)
         return ids, False
     asked = context // 4 if sampling.max_tokens is None else sampling.max_tokens
-    room = max(least, min(asked, context // 2))
-    if len(ids) + room <= context and len(ids) <= longest:
+    room = max(minimum, min(asked, context // 2))
+    if len(ids) + room <= context and len(ids) <= max_prompt:
         return ids, False
-    if sampling.max_tokens is None and len(ids) < context and len(ids) <= longest:
+    if sampling.max_tokens is None and len(ids) < context and len(ids) <= max_prompt:
         return ids, False
-    keep = min(context - room, longest)
+    keep = min(context - room, max_prompt)
     lead = endpoint.text.leading_ids
     if lead and ids[: len(lead)] == lead and keep > len(lead):
         return lead + ids[len(ids) - keep + len(lead) :], True
@@ -215,10 +220,10 @@ def _fit(
 
 def too_long(path: str, count: str, endpoint: EndpointView) -> ContextTooLong:
     """Return the error for a prompt of ``count`` tokens at ``path``."""
-    most = f"this model's maximum context length is {endpoint.context} tokens, prompt and completion together"
-    if endpoint.longest_prompt < endpoint.context:
-        most = f"a prompt of this endpoint has at most {endpoint.longest_prompt} (maxInputTokenLen)"
-    return ContextTooLong(f"{path}: {count} tokens; {most}", param=path)
+    allowed = f"this model's maximum context length is {endpoint.context} tokens, prompt and completion together"
+    if endpoint.max_prompt_tokens < endpoint.context:
+        allowed = f"a prompt of this endpoint has at most {endpoint.max_prompt_tokens} (maxInputTokenLen)"
+    return ContextTooLong(f"{path}: {count} tokens; {allowed}", param=path)
 
 
 def check_token_ids(ids: tuple[int, ...], endpoint: EndpointView, path: str, virtual: int = 0) -> None:

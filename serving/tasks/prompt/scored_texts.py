@@ -26,9 +26,9 @@ class Texts(NamedTuple):
 
 def encoder_texts(raw: RawScore, endpoint: EndpointView) -> Texts:
     """Return the queries, then the documents. Raises ``InvalidField`` and ``ContextTooLong``, which name a text."""
-    most = _most(raw, endpoint, least=3)
-    of_documents = min(most, raw.truncate_documents or most)
-    queries = _encoded(raw, 0, most, endpoint)
+    maximum = _maximum(raw, endpoint, minimum=3)
+    of_documents = min(maximum, raw.truncate_documents or maximum)
+    queries = _encoded(raw, 0, maximum, endpoint)
     return Texts([*queries, *_encoded(raw, 1, of_documents, endpoint)])
 
 
@@ -38,18 +38,18 @@ def pairs(raw: RawScore, endpoint: EndpointView) -> Texts:
     Raises ``InvalidField`` and ``ContextTooLong``.
     """
     template = endpoint.text.pairs
-    most = _most(raw, endpoint, least=template.num_special + 2)
-    queries = endpoint.text.encode_plain(raw.queries, most)
-    documents = endpoint.text.encode_plain(raw.documents, most)
+    maximum = _maximum(raw, endpoint, minimum=template.num_special + 2)
+    queries = endpoint.text.encode_plain(raw.queries, maximum)
+    documents = endpoint.text.encode_plain(raw.documents, maximum)
     if raw.truncate_documents is not None:
         documents = [ids[: raw.truncate_documents] for ids in documents]
     if len(queries) == 1:
         queries *= len(documents)
-    _check_work(raw, queries, documents, template.num_special, most, endpoint)
-    joined = [template.join(first, second, most) for first, second in zip(queries, documents, strict=True)]
+    _check_work(raw, queries, documents, template.num_special, maximum, endpoint)
+    joined = [template.join(first, second, maximum) for first, second in zip(queries, documents, strict=True)]
     for i, pair in enumerate(joined):
         if pair.cut and raw.truncate is None:
-            raise _too_long(_path(raw, 1, i), "with its query, more than", most)
+            raise _too_long(_path(raw, 1, i), "with its query, more than", maximum)
     return Texts([pair.token_ids for pair in joined], tuple(pair.second_from for pair in joined))
 
 
@@ -59,16 +59,16 @@ def pair_limit(endpoint: EndpointView) -> int:
     return min(endpoint.info.max_model_len, (spec.max_length if spec is not None else None) or 2**31)
 
 
-def _most(raw: RawScore, endpoint: EndpointView, *, least: int) -> int:
+def _maximum(raw: RawScore, endpoint: EndpointView, *, minimum: int) -> int:
     limit = pair_limit(endpoint) if "score" in endpoint.info.tasks else embedding_limit(endpoint)
     if raw.truncate is None or raw.truncate == -1:
         return limit
-    if not least <= raw.truncate <= limit:
-        raise InvalidField("truncate_prompt_tokens", raw.truncate, f"an integer in [{least}, {limit}], or -1")
+    if not minimum <= raw.truncate <= limit:
+        raise InvalidField("truncate_prompt_tokens", raw.truncate, f"an integer in [{minimum}, {limit}], or -1")
     return raw.truncate
 
 
-def _encoded(raw: RawScore, side: int, most: int, endpoint: EndpointView) -> list[tuple[int, ...]]:
+def _encoded(raw: RawScore, side: int, maximum: int, endpoint: EndpointView) -> list[tuple[int, ...]]:
     texts = raw.documents if side else raw.queries
     alone = RawEmbedding(inputs=texts, instruction=_instruction(raw, side, endpoint))
     limit, text = embedding_limit(endpoint), endpoint.text
@@ -79,7 +79,7 @@ def _encoded(raw: RawScore, side: int, most: int, endpoint: EndpointView) -> lis
             raise _too_long(_path(raw, side, i), "more than", limit)
         if not ids:
             raise InvalidField(_path(raw, side, i), texts[i], "a text of at least one token")
-        found.append(text.shortened(ids, most) if len(ids) > most else ids)
+        found.append(text.shortened(ids, maximum) if len(ids) > maximum else ids)
     return found
 
 
@@ -96,13 +96,13 @@ def _check_work(
     queries: list[tuple[int, ...]],
     documents: list[tuple[int, ...]],
     special: int,
-    most: int,
+    maximum: int,
     endpoint: EndpointView,
 ) -> None:
     """Bound the tokens of all pairs together: a long query repeats in each pair, so a small body could cause unbounded
     work."""
     bound = endpoint.profile.max_copied_tokens
-    total = sum(min(most, len(a) + len(b) + special) for a, b in zip(queries, documents, strict=True))
+    total = sum(min(maximum, len(a) + len(b) + special) for a, b in zip(queries, documents, strict=True))
     if total > bound:
         allowed = f"fewer, or shorter ones: all pairs together may have {bound} tokens, and these have {total}"
         raise InvalidField(raw.names[1], f"{len(documents)} texts", allowed)
@@ -112,6 +112,8 @@ def _path(raw: RawScore, side: int, index: int) -> str:
     return f"{raw.names[side]}[{index}]" if len(raw.documents if side else raw.queries) > 1 else raw.names[side]
 
 
-def _too_long(path: str, words: str, most: int) -> ContextTooLong:
-    text = f"{path}: {words} {most} tokens, which is the longest this model takes; truncate_prompt_tokens: -1 cuts it"
+def _too_long(path: str, words: str, maximum: int) -> ContextTooLong:
+    text = (
+        f"{path}: {words} {maximum} tokens, which is the longest this model takes; truncate_prompt_tokens: -1 cuts it"
+    )
     return ContextTooLong(text, param=path)

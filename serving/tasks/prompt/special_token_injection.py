@@ -43,7 +43,7 @@ class InjectionGuard:
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._escaped = re.compile(rf"\\ufdd0({self._pattern.pattern})\\ufdd1")
-        self._longest = max(map(len, self._ids), default=0)
+        self._max_length = max(map(len, self._ids), default=0)
         self._backend = backend
         # each piece is encoded after a newline; otherwise some tokenizers would put a space before it
         self._newline = backend.encode("\n", add_special_tokens=False).ids
@@ -100,7 +100,7 @@ class InjectionGuard:
         while at < len(text):
             found = self._pattern.search(text, at, at + STRETCH_CHARACTERS)
             whole_until = (
-                at + STRETCH_CHARACTERS - self._longest
+                at + STRETCH_CHARACTERS - self._max_length
             )  # a token that begins after it may extend beyond the stretch
             if found is None:
                 at = whole_until + 1

@@ -46,7 +46,7 @@ def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
         ledger.maintain()
     ledgers[0].prices.set("*", Price(input=1_000_000, output=1_000_000), effective=NOW / 1000)
     content = b"".join(LINE % i for i in range(5))
-    kept = {"tenant": "default", "key_id": "anonymous", "now_ms": NOW, "seconds": 7200, "most": 10**6}
+    kept = {"tenant": "default", "key_id": "anonymous", "now_ms": NOW, "seconds": 7200, "maximum": 10**6}
     file = Files(store).create(content, filename="a", **kept)
     batch = Batches(store).create(
         ANONYMOUS,
@@ -56,7 +56,7 @@ def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
         metadata=None,
         output_seconds=7200,
         now_ms=NOW,
-        most_open=100,
+        max_open=100,
     )
     upkeep = Upkeep(store, 100)
     upkeep.validate(upkeep.active()[0], ledgers[0].owner, NOW)

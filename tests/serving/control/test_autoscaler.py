@@ -25,7 +25,7 @@ from mlflow_llm.serving.supervision.supervisor import EngineStatus, ReplicaStatu
 from mlflow_llm.serving.testing.instant_core import InstantModel, write_model
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 
-FACTS = {"tokens_per_second": 100, "prompt_weight_milli": 500, "most_replicas": 4}
+FACTS = {"tokens_per_second": 100, "prompt_weight_milli": 500, "replica_limit": 4}
 
 
 def served(name: str = "chat", version: int = 1, **fields: object) -> DeployedEntity:

@@ -37,7 +37,7 @@ class Lookups:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
-        self.at_once = self.most = 0
+        self.at_once = self.maximum = 0
         self.entered = threading.Semaphore(0)
         self.go = threading.Semaphore(0)
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class Lookups:
         with self._lock:
             self.asked.append(uris[0])
             self.at_once += 1
-            self.most = max(self.most, self.at_once)
+            self.maximum = max(self.maximum, self.at_once)
         self.entered.release()
         assert self.go.acquire(timeout=240)
         with self._lock:
@@ -95,7 +95,7 @@ def test_lookups_beyond_the_limit_wait(tmp_path: Path) -> None:
         lookups.go.release()
     join(first + second)
     assert sorted(answers + more, key=lambda found: found[0].uri) == [model(name) for name in "abcdef"]
-    assert lookups.most <= 2
+    assert lookups.maximum <= 2
 
 
 def test_one_lookup_answers_all_callers_of_a_process(tmp_path: Path) -> None:

@@ -384,10 +384,10 @@ def test_refused_address_space_falls_back_to_the_budget(
     tokens."""
     allowed = 600 * TOKEN_BYTES
 
-    most = [allowed + (1 << 16)]  # slots are rounded up to whole pages
+    maximum = [allowed + (1 << 16)]  # slots are rounded up to whole pages
 
     def limited(file: int, length: int, **more: Any) -> Any:
-        if length > most[0]:
+        if length > maximum[0]:
             raise OSError(12, "Cannot allocate memory")
         return real(file, length, **more)
 
@@ -400,7 +400,7 @@ def test_refused_address_space_falls_back_to_the_budget(
     for i, prompt in enumerate(prompts):
         assert outcomes[str(i)].tokens[0] == greedy(tiny_llama, prompt, 12)
     core.close()
-    most[0] = allowed // 2  # enough for the self-test, but not for the cache
+    maximum[0] = allowed // 2  # enough for the self-test, but not for the cache
     with pytest.raises(PackagingError, match="kv_cache_memory"):
         EngineCore(tiny_bundle, settings(kv_cache_memory=allowed))
 

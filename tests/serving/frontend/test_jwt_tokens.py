@@ -293,19 +293,19 @@ def test_a_set_is_kept_as_long_as_its_answer_says(keys: dict[str, Any]) -> None:
     issuer.now = 999.0
     issuer.source.find("RS256")
     assert issuer.asked == 1
-    least, most = jwks.FRESHNESS
+    minimum, maximum = jwks.FRESHNESS
     for headers, seconds in (
         (("",), jwks.MAX_AGE_SECONDS),
         (("public",), jwks.MAX_AGE_SECONDS),
         (("public, Max-Age=600",), 600.0),
         (('max-age="600", must-revalidate', "200"), 400.0),
         (("max-age=600", "soon"), 600.0),
-        (("max-age=0",), least),
-        (("max-age=31536000",), most),
-        (("max-age=" + "9" * 5000,), most),
+        (("max-age=0",), minimum),
+        (("max-age=31536000",), maximum),
+        (("max-age=" + "9" * 5000,), maximum),
         (("max-age=-1",), jwks.MAX_AGE_SECONDS),
-        (("no-cache",), least),
-        (("max-age=600, no-store",), least),
+        (("no-cache",), minimum),
+        (("max-age=600, no-store",), minimum),
     ):
         assert jwks.freshness(*headers) == seconds, headers
 

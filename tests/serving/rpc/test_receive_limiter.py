@@ -41,14 +41,14 @@ def test_largest_messages_are_limited_by_room() -> None:
 def test_calls_wait_for_a_free_permit() -> None:
     """Never more of 256 concurrent calls than there are permits are received, and all are in the end."""
     limiter = ReceiveLimiter(total=3, per_caller=1, max_wait=600)
-    lock, now, most = threading.Lock(), 0, 0
+    lock, now, maximum = threading.Lock(), 0, 0
 
     def come(number: int) -> None:
-        nonlocal now, most
+        nonlocal now, maximum
         with limiter.permit(call(), f"caller {number % 9}") as permit:
             with lock:
                 now += 1
-                most = max(most, now)
+                maximum = max(maximum, now)
             with lock:
                 now -= 1
             permit.release()
@@ -59,7 +59,7 @@ def test_calls_wait_for_a_free_permit() -> None:
         thread.start()
     for thread in threads:
         thread.join(600)
-    assert most <= 3
+    assert maximum <= 3
     assert not limiter.permits
 
 

@@ -69,9 +69,9 @@ def changed(pool, monkeypatch, tmp_path):
     return make
 
 
-def image(pool, data=None, limits=None, most=MAX_BYTES):
+def image(pool, data=None, limits=None, maximum=MAX_BYTES):
     data = encoded() if data is None else data
-    return pool.run("image", limits or decode_limits(most, len(data)), data=data, most=most)
+    return pool.run("image", limits or decode_limits(maximum, len(data)), data=data, maximum=maximum)
 
 
 def test_raw_bytes(changed):
@@ -120,9 +120,9 @@ def test_errors_leave_the_process(pool):
 def test_too_many_pixels(pool):
     """The error for too many pixels has their number."""
     with pytest.raises(Refused) as caught:
-        image(pool, encoded((11, 10)), most=109)
+        image(pool, encoded((11, 10)), maximum=109)
     assert (caught.value.kind, caught.value.message) == ("TooManyPixels", "110")
-    assert image(pool, encoded((11, 10)), most=110)[0] == [11, 10]
+    assert image(pool, encoded((11, 10)), maximum=110)[0] == [11, 10]
 
 
 def test_limits_are_lowered_to_the_image(pool):

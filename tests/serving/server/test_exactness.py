@@ -210,8 +210,8 @@ def test_tokens_are_those_received_and_those_generated(outcome: Outcome) -> None
     """Billed tokens plus undelivered ones are what the engines generated; none that a client has is missing."""
     rows, truth = outcome.rows, outcome.truth
     for name, row in rows.items():
-        least = truth.certain[name]
-        assert least <= row.generated_tokens <= least + truth.doubtful[name], row
+        minimum = truth.certain[name]
+        assert minimum <= row.generated_tokens <= minimum + truth.doubtful[name], row
         if row.task != "embeddings":
             assert row.completion_tokens <= row.generated_tokens, row
         if name not in truth.serials and row.task != "embeddings":

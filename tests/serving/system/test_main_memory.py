@@ -22,9 +22,9 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def limited(top: Path, path: str, most: str, used: int, cached: int = 0) -> None:
+def limited(top: Path, path: str, maximum: str, used: int, cached: int = 0) -> None:
     stat = f"anon 7\ninactive_file {cached}\nactive_file {cached // 2}"
-    group(top, path, memory__max=most, memory__current=str(used), memory__stat=stat)
+    group(top, path, memory__max=maximum, memory__current=str(used), memory__stat=stat)
 
 
 def test_the_smallest_room_up_the_tree_applies(tmp_path: Path) -> None:

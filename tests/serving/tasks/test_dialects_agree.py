@@ -118,14 +118,14 @@ def test_agents_apis(view: EndpointView, messages: list[Any], common: dict[str, 
     seeds.
     """
     chat = ask(view, "openai", "/v1/chat/completions", messages=messages, stop=stop or None, **common)
-    most = common.pop("max_tokens")
+    maximum = common.pop("max_tokens")
     response = ask(
-        view, "responses", "/v1/responses", input=messages, max_output_tokens=most, stop=stop or None, **common
+        view, "responses", "/v1/responses", input=messages, max_output_tokens=maximum, stop=stop or None, **common
     )
     assert response == chat
     common.pop("seed")
     message = ask(
-        view, "anthropic", "/v1/messages", messages=messages, max_tokens=most, stop_sequences=stop or None, **common
+        view, "anthropic", "/v1/messages", messages=messages, max_tokens=maximum, stop_sequences=stop or None, **common
     )
     assert _without_seeds(message) == _without_seeds(chat)
 
@@ -152,11 +152,11 @@ def test_completions(view: EndpointView, prompt: str, common: dict[str, Any], mo
 def test_generate(view: EndpointView, prompt: str, common: dict[str, Any], penalty: float, greedy: bool) -> None:
     """``do_sample`` false in MindIE's form of Triton's generate is a temperature of 0."""
     heat = common.pop("temperature")
-    most = common.pop("max_tokens")
-    parameters = {**common, "temperature": heat, "do_sample": not greedy, "max_new_tokens": most}
+    maximum = common.pop("max_tokens")
+    parameters = {**common, "temperature": heat, "do_sample": not greedy, "max_new_tokens": maximum}
     body = {"text_input": prompt, "parameters": {**parameters, "repetition_penalty": penalty}}
     found = valid(view, "generate", "/v2/models/<name>/generate", json.dumps(body).encode())
-    plain = {**common, "temperature": 0 if greedy else heat, "repetition_penalty": penalty, "max_tokens": most}
+    plain = {**common, "temperature": 0 if greedy else heat, "repetition_penalty": penalty, "max_tokens": maximum}
     assert found == ask(view, "openai", "/v1/completions", prompt=prompt, **plain)
 
 

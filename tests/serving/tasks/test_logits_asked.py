@@ -11,9 +11,9 @@ from mlflow_llm.serving.tasks.prepare import prepare
 
 @pytest.fixture
 def ask(endpoint):
-    def build(prompts=((5, 6, 7),), *, stream=False, most=10**6, **sampling):
+    def build(prompts=((5, 6, 7),), *, stream=False, maximum=10**6, **sampling):
         can = Capabilities(beam_search=True)
-        info = msgspec.structs.replace(endpoint.info, vocab_size=1000, max_logits_bytes=most, capabilities=can)
+        info = msgspec.structs.replace(endpoint.info, vocab_size=1000, max_logits_bytes=maximum, capabilities=can)
         raw = RawCompletion(prompts=prompts, stream=stream, sampling=RawSampling(**{"max_tokens": 2, **sampling}))
         return prepare(raw, type(endpoint)(name="x", info=info, text=endpoint.text))
 
@@ -32,9 +32,9 @@ def ask(endpoint):
 )
 def test_too_many(ask, asked, field, size):
     """The error has the size in bytes and the bound, with one float32 row a token and all beams counted."""
-    ask(**asked, most=size)
+    ask(**asked, maximum=size)
     with pytest.raises(InvalidField, match=f"^{field}: .*{size} bytes.*at most {size - 1} bytes.*max_logits_bytes"):
-        ask(**asked, most=size - 1)
+        ask(**asked, maximum=size - 1)
 
 
 @pytest.mark.parametrize("field", ["context_logits", "generation_logits"])
@@ -48,7 +48,7 @@ def test_no_streams(ask, field):
 def test_an_engine_that_gives_none(ask):
     """An engine whose bound is 0 has no logits and refuses them by name."""
     with pytest.raises(InvalidField, match=r"^context_logits: .* at most 0 bytes"):
-        ask(context_logits=True, most=0)
+        ask(context_logits=True, maximum=0)
 
 
 def test_the_first_choice_has_the_context(ask):

@@ -61,11 +61,11 @@ def test_inputs_times_dimensions(endpoint_of):
     """Vectors are counted by their dimensions, which may be fewer, and by their encoding, which may be shorter."""
     endpoint = endpoint_of(max_reply_bytes=KIB)
     width = endpoint.info.embedding_dim * 20
-    most = KIB // width
-    _refused(endpoint, "input", f"at most {most} in one request", input=["a"] * (most + 1))
-    assert len(_valid(endpoint, input=["a"] * most).sequences) == most
-    assert len(_valid(endpoint, input=["a"] * (most + 1), encoding_format="base64").sequences) == most + 1
-    assert len(_valid(endpoint, input=["a"] * (most + 1), dimensions=1).sequences) == most + 1
+    maximum = KIB // width
+    _refused(endpoint, "input", f"at most {maximum} in one request", input=["a"] * (maximum + 1))
+    assert len(_valid(endpoint, input=["a"] * maximum).sequences) == maximum
+    assert len(_valid(endpoint, input=["a"] * (maximum + 1), encoding_format="base64").sequences) == maximum + 1
+    assert len(_valid(endpoint, input=["a"] * (maximum + 1), dimensions=1).sequences) == maximum + 1
 
 
 def test_prompts_times_choices(endpoint_of):

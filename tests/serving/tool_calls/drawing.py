@@ -58,12 +58,12 @@ class Vocabulary:
         matcher, ids = self.matcher(grammar), self.ids(text)
         return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
-    def draw(self, grammar, seed, stop=0.3, most=500):
+    def draw(self, grammar, seed, stop=0.3, maximum=500):
         """Return drawn token ids and whether they are complete. ``stop`` is the probability of a possible end."""
         matcher, rng, ids = self.matcher(grammar), random.Random(seed), []
         end = self.grammar.vocab_size
         bits = np.zeros(end // 32 + 1, dtype=np.uint32)
-        while len(ids) < most:
+        while len(ids) < maximum:
             if matcher.is_stopped():
                 return ids, True
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)

@@ -90,7 +90,7 @@ def test_a_custom_tools_text_is_of_its_grammar(format):
         tool, judge = _tool(definition), _judge(definition)
         grammar = call_grammar(format, (tool,), REQUIRED, parallel=False, special=words.special)
         for seed in range(2):
-            ids, is_whole = words.draw(grammar, f"{name} {seed}", most=160)
+            ids, is_whole = words.draw(grammar, f"{name} {seed}", maximum=160)
             if is_whole:
                 found = words.read(ids, format, _use(tool, REQUIRED))
                 [(called, text, has_ended)] = found.calls

@@ -397,13 +397,13 @@ PROBES = {
 @pytest.mark.parametrize("body", [BODY, COUNT_BODY], ids=["message", "count"])
 def test_schema_and_reader_take_the_same_values(body: Any) -> None:
     """Schema and reader agree for each field on null, wrong types, probes and values around the bounds."""
-    least = {name: MIN_BODY[name] for name in body.schema["required"]}
+    minimum = {name: MIN_BODY[name] for name in body.schema["required"]}
     for name, schema in body.schema["properties"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
         validator = jsonschema.Draft202012Validator(schema)
         for value in [*ANY, *bounds(schema), *PROBES.get(name, ())]:
             try:
-                body({**least, name: value}, "")
+                body({**minimum, name: value}, "")
                 taken = True
             except InvalidField:
                 taken = False

@@ -75,7 +75,7 @@ def refused(dialect: str, *parts: Any) -> InvalidField:
 
 def expected(field: str, name: str, root: str = "messages", **more: Any) -> MediaPart:
     part = f"{root}[0].content[1]"
-    return MediaPart(kind="image", most=20 * 2**20, field=part + field, part=part, name=name, **more)
+    return MediaPart(kind="image", max_bytes=20 * 2**20, field=part + field, part=part, name=name, **more)
 
 
 def test_the_types_of_data() -> None:
@@ -164,11 +164,11 @@ def test_mindies(role: str, given: dict[str, str], kind: str, place: dict[str, s
     (name, url) = next(iter(given.items()))
     message = {"role": role, "content": [{"type": "text", "text": "a"}, {"type": name, name: url}]}
     (found,) = decoded("mindie", message | ({"tool_call_id": "c"} if role == "tool" else {}))
-    most = (512 if kind == "video" else 20) * 2**20
+    max_bytes = (512 if kind == "video" else 20) * 2**20
     part = "messages[0].content[1]"
     assert found.content == (
         TextPart("a"),
-        MediaPart(kind=kind, most=most, field=f"{part}.{name}", part=part, name=name, **place),
+        MediaPart(kind=kind, max_bytes=max_bytes, field=f"{part}.{name}", part=part, name=name, **place),
     )
 
 
@@ -215,9 +215,9 @@ def test_sizes_of_data(size: int) -> None:
     text = base64.b64encode(b"x" * size).decode()
     if size:
         assert base64_of(text, "f", size) == text
-    for most in (size - 1, 0):
-        with pytest.raises(InvalidField, match=f"'{size} bytes' is not allowed; expected 1 to {most} bytes"):
-            base64_of(text, "f", most)
+    for max_bytes in (size - 1, 0):
+        with pytest.raises(InvalidField, match=f"'{size} bytes' is not allowed; expected 1 to {max_bytes} bytes"):
+            base64_of(text, "f", max_bytes)
 
 
 def test_the_largest_data() -> None:

@@ -381,8 +381,8 @@ def test_kv_that_a_search_may_rewrite_is_copied() -> None:
 
 def test_every_slot_stays_available_to_readers() -> None:
     """Sequences that each read kept slots still leave a slot for every sequence that may run beside them."""
-    running, most = 4, 3
-    cache = make_cache(100_000, num_slots=running * most)
+    running, maximum = 4, 3
+    cache = make_cache(100_000, num_slots=running * maximum)
     for owner in range(running):
         tokens = tokens_of(*[owner] * 100)
         for part in range(4):

@@ -34,12 +34,14 @@ class _Ends(tf.StoppingCriteria):  # type: ignore[misc]
 
     def __init__(self, request: ValidRequest) -> None:
         assert request.sampling is not None
-        self._runs, self._least = request.sampling.stop_sequences, request.sampling.min_tokens
+        self._runs, self._minimum = request.sampling.stop_sequences, request.sampling.min_tokens
         self._prompt = len(request.sequences[0].prompt_token_ids)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         rows = input_ids[:, self._prompt :].tolist()
-        found = [len(row) >= self._least and any(tuple(row[-len(run) :]) == run for run in self._runs) for row in rows]
+        found = [
+            len(row) >= self._minimum and any(tuple(row[-len(run) :]) == run for run in self._runs) for row in rows
+        ]
         return torch.tensor(found)
 
 
@@ -206,12 +208,12 @@ def test_stop_strings_count_from_min_tokens_on(spoken: tuple[Bundle, Any, Texts]
     bundle, _, words = spoken
     core = make_core(bundle)
     more: dict[str, Any] = {"max_tokens": 20, "grammar": regex("(ab){10}"), "beams": Beams(width=2), "stop": ("bab",)}
-    for least in range(6):
-        outcome = run(core, request_of(f"r{least}", words.ids("fox"), min_tokens=least, **more))[f"r{least}"]
+    for minimum in range(6):
+        outcome = run(core, request_of(f"r{minimum}", words.ids("fox"), min_tokens=minimum, **more))[f"r{minimum}"]
         assert outcome.failed is None
         ids = outcome.tokens[0]
         starts = [len(words.of(ids[:count])) for count in range(len(ids) + 1)]
-        place = starts[max(0, least - 1)]  # of the first token that counts
+        place = starts[max(0, minimum - 1)]  # of the first token that counts
         end = words.of(ids).find("bab", place) + 3
         assert starts[-2] < end <= starts[-1] or len(words.of(ids)) == 20
         assert outcome.finished[0].reason == "stop"
@@ -396,9 +398,9 @@ def test_a_text_that_is_cut_says_so(spoken: tuple[Bundle, Any, Texts]) -> None:
     "stop"."""
     bundle, _, words = spoken
     core = make_core(bundle)
-    for most, reason in ((2, "length"), (40, "stop")):
-        more: dict[str, Any] = {"max_tokens": most, "grammar": regex("(ab ){6}"), "beams": Beams(width=2)}
-        outcome = run(core, request_of(f"r{most}", words.ids("fox"), **more))[f"r{most}"]
+    for maximum, reason in ((2, "length"), (40, "stop")):
+        more: dict[str, Any] = {"max_tokens": maximum, "grammar": regex("(ab ){6}"), "beams": Beams(width=2)}
+        outcome = run(core, request_of(f"r{maximum}", words.ids("fox"), **more))[f"r{maximum}"]
         assert outcome.finished[0].reason == reason
         assert re.fullmatch("(ab ){6}", words.of(outcome.tokens[0])) or reason == "length"
     core.close()

@@ -86,9 +86,9 @@ def test_sums_stay_in_registers(name):
     path = Path(library.__file__).with_name(name)
     command = ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", str(path)]
     found = functions(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    for part, least in KERNELS[name].items():
+    for part, minimum in KERNELS[name].items():
         kernels = {name: instructions for name, instructions in found.items() if part in name}
-        assert len(kernels) >= least, f"{part} is not found by its name: {len(kernels)}"
+        assert len(kernels) >= minimum, f"{part} is not found by its name: {len(kernels)}"
         assert {name: count for name, instructions in kernels.items() if (count := spilled(instructions))} == {}
 
 

@@ -256,9 +256,9 @@ def test_turns_are_those_of_a_sorted_list() -> None:
                 here.discard(tenant)
             case 2:
                 tenant.used += rng.randint(1, 9)
-            case 3 if (least := turns.least) is not None:
-                assert least in here
-                assert least.used == min(one.used for one in here)
+            case 3 if (lowest := turns.lowest) is not None:
+                assert lowest in here
+                assert lowest.used == min(one.used for one in here)
         assert len(turns) == len(here)
         assert len(turns.heap) <= 2 * len(tenants) + 17
 

@@ -21,7 +21,7 @@ from mlflow_llm.serving.engine.scheduling.sequence import Sampled, SequenceState
 
 FIXED, ROW, TOKEN = 0.009, 0.0006, 0.00035  # seconds
 SEQS, STEP = 16, 64 + 16
-LONGEST = 1500  # tokens of a prompt
+MAX_PROMPT_TOKENS = 1500  # tokens of a prompt
 
 
 def seconds(runs: list[ScheduledChunk]) -> float:
@@ -76,7 +76,9 @@ def requests(count: int, rate: float, seed: int) -> list[Served]:
     draw = random.Random(seed)
     due, found = 0.0, []
     for id in range(count):
-        length = LONGEST if id % 12 == 5 else min(LONGEST, max(4, int(draw.lognormvariate(4.4, 1.0))))
+        length = (
+            MAX_PROMPT_TOKENS if id % 12 == 5 else min(MAX_PROMPT_TOKENS, max(4, int(draw.lognormvariate(4.4, 1.0))))
+        )
         new = min(200, max(4, int(draw.lognormvariate(4.2, 0.7))))
         sequence = sequence_of(request_of(str(id), prompt_of(length, id), max_tokens=new), id)
         found.append(Served(sequence, due))
@@ -103,6 +105,6 @@ def test_prompts_and_decodes_do_not_starve_each_other(capacity: float, seed: int
     assert max(gaps) <= FIXED + SEQS * ROW + (STEP - SEQS + SEQS) * TOKEN
     assert max(engine.sizes) <= STEP
     first = sorted(one.times[0] - one.due for one in served)
-    alone = FIXED * -(-LONGEST // STEP) + LONGEST * TOKEN
+    alone = FIXED * -(-MAX_PROMPT_TOKENS // STEP) + MAX_PROMPT_TOKENS * TOKEN
     assert first[len(first) // 2] <= alone
     assert first[-1] <= 8 * alone

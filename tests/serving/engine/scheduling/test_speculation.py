@@ -159,7 +159,7 @@ def test_searches_and_many_sequences_draft_nothing(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "most", "drafts"),
+    ("tokens", "maximum", "drafts"),
     [
         ([1, 2, 3, 4, 5, 1, 2, 3], 4, [4, 5, 1, 2]),
         ([1, 2, 3, 4, 5, 1, 2, 3], 2, [4, 5]),
@@ -170,9 +170,9 @@ def test_searches_and_many_sequences_draft_nothing(bundle: Bundle) -> None:
         ([1, 2, 3, 4, 1, 2, 3], 0, []),
     ],
 )
-def test_prompt_lookup(tokens: list[int], most: int, drafts: list[int]) -> None:
+def test_prompt_lookup(tokens: list[int], maximum: int, drafts: list[int]) -> None:
     """Prompt lookup proposes the tokens after the last earlier occurrence of the last three tokens."""
-    assert lookup(np.array(tokens, dtype=np.int32), most).tolist() == drafts
+    assert lookup(np.array(tokens, dtype=np.int32), maximum).tolist() == drafts
 
 
 def array(tokens: list[int]) -> Any:

@@ -58,8 +58,8 @@ def test_the_prompt_of_claude_code_does_not_change_with_its_header() -> None:
 )
 def test_a_program_is_answered(client: FlaskClient, program: str, path: str, last: str) -> None:
     """Streamed, up to the event with which the program ends its turn."""
-    most = {"max_output_tokens": 8} if program == "codex" else {"max_tokens": 8}
-    body = recorded(program) | most
+    maximum = {"max_output_tokens": 8} if program == "codex" else {"max_tokens": 8}
+    body = recorded(program) | maximum
     body.pop("thinking", None)  # as with MAX_THINKING_TOKENS=0: this model does not reason
     body["tools"] = body["tools"][:1]  # the model's context has no room for more
     answer = client.post(path, json=body)

@@ -48,12 +48,12 @@ def test_operations_have_ids_of_their_own(client: FlaskClient) -> None:
 def test_headers_keep_to_the_document(client: FlaskClient) -> None:
     """A sticky key as long as the document allows is taken, a longer one is refused by the header's name."""
     operation = client.get("/openapi.json").json["paths"]["/v1/completions"]["post"]
-    most = next(p["schema"]["maxLength"] for p in operation["parameters"] if p["name"] == "X-Sticky-Key")
+    maximum = next(p["schema"]["maxLength"] for p in operation["parameters"] if p["name"] == "X-Sticky-Key")
     body = {"model": "assistant", "prompt": "x", "max_tokens": 1}
-    assert client.post("/v1/completions", json=body, headers={"X-Sticky-Key": "k" * most}).status_code == 200
-    refused = client.post("/v1/completions", json=body, headers={"X-Sticky-Key": "k" * (most + 1)})
+    assert client.post("/v1/completions", json=body, headers={"X-Sticky-Key": "k" * maximum}).status_code == 200
+    refused = client.post("/v1/completions", json=body, headers={"X-Sticky-Key": "k" * (maximum + 1)})
     assert (refused.status_code, refused.json["error"]["param"]) == (400, "X-Sticky-Key")
-    assert f"at most {most}" in refused.json["error"]["message"]
+    assert f"at most {maximum}" in refused.json["error"]["message"]
 
 
 def test_the_page_tells_what_a_field_takes(client: FlaskClient) -> None:

@@ -128,7 +128,7 @@ while True:
 
 def test_an_engine_killed_at_random(store, ledger, rows, root, tmp_path):
     """Killed with SIGKILL anywhere, its counts are right to the last token."""
-    draw, least, most = random.Random(3), Counter(), Counter()
+    draw, minimum, maximum = random.Random(3), Counter(), Counter()
     for number in range(5):
         said = tmp_path / f"said-{number}"
         with open(said, "wb") as out:
@@ -140,8 +140,8 @@ def test_an_engine_killed_at_random(store, ledger, rows, root, tmp_path):
             writer.wait()
         collect(store, ledger.state_dir)
         lines = said.read_text().splitlines()
-        most.update(lines)
-        least.update(lines[:-1])
+        maximum.update(lines)
+        minimum.update(lines[:-1])
     found = Counter(generated(store))
-    assert least <= found <= most
+    assert minimum <= found <= maximum
     assert list(root.iterdir()) == []

@@ -20,7 +20,9 @@ from mlflow_llm.serving.sandbox import NoProcess, Pool
 from mlflow_llm.serving.tasks.media import images
 from mlflow_llm.serving.tasks.media.images import MAX_PIXELS, ImageRoom, decoded
 
-PART = MediaPart(kind="image", source="data", most=20 << 20, field="messages[0].content[0].url", part="messages[0]")
+PART = MediaPart(
+    kind="image", source="data", max_bytes=20 << 20, field="messages[0].content[0].url", part="messages[0]"
+)
 SIZES = ((1, 1), (37, 21), (64, 48))
 WAYS = [
     ("PNG", "RGB", {}),
@@ -311,7 +313,7 @@ def test_thin_images_are_refused() -> None:
     """Thin images are refused, since an image processor that scales the shorter side would make gigabytes of them."""
     file = io.BytesIO()
     Image.new("RGB", (5100, 100)).save(file, "PNG")
-    part = MediaPart(kind="image", source="data", most=10**6, field="f", part="p")
+    part = MediaPart(kind="image", source="data", max_bytes=10**6, field="f", part="p")
     with pytest.raises(InvalidField, match=r"5100 x 100 pixels.* at most 50 times"):
         decoded(file.getvalue(), part)
 

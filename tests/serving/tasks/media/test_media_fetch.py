@@ -99,14 +99,14 @@ def closed(*pieces):
     return answer
 
 
-def asked(url, allowed=("127.0.0.1", "localhost"), deadline=None, place=None, most=MAX_BYTES):
+def asked(url, allowed=("127.0.0.1", "localhost"), deadline=None, place=None, max_bytes=MAX_BYTES):
     host = url.split("/")[2]
     part = MediaPart(
         kind="image",
         source="url",
         place=place or host,
         content=url,
-        most=most,
+        max_bytes=max_bytes,
         field=FIELD,
         part="messages[0].content[0]",
     )
@@ -276,7 +276,7 @@ def test_too_slow(answer, what, monkeypatch):
 
 def test_the_time_of_all_urls():
     """All URLs of a request share a time; when it is over, the next is not even looked up."""
-    part = MediaPart(kind="image", source="url", place="h", content="http://h/", most=9, field=FIELD, part="p")
+    part = MediaPart(kind="image", source="url", place="h", content="http://h/", max_bytes=9, field=FIELD, part="p")
     sources = source.Sources(DialectSettings(allowedMediaDomains=("h",)), None)
     sources.left = 0.0
     with pytest.raises(InvalidField, match="it took too long"):
@@ -309,7 +309,7 @@ def test_hosts_that_are_not_allowed():
             source="url",
             place="127.0.0.1",
             content=url,
-            most=9,
+            max_bytes=9,
             field=FIELD,
             part="messages[0].content[0]",
         )
@@ -353,7 +353,7 @@ def test_tls(tmp_path, monkeypatch):
     with server(closed(OK + b"\r\n" + PNG), context) as (port, _):  # closed without TLS's own end: perhaps cut
         assert refusal(f"https://localhost:{port}/a").endswith("the server closed the connection too early")
     with server(endless(OK + b"\r\n", bytes(1 << 14)), context) as (port, _):
-        assert "more than" in refusal(f"https://localhost:{port}/a", most=1000)
+        assert "more than" in refusal(f"https://localhost:{port}/a", max_bytes=1000)
 
 
 def test_descriptors_are_closed(monkeypatch):
@@ -382,7 +382,7 @@ gevent_wait.install()
 port = int(sys.argv[2])
 def ask(path):
     part = MediaPart(kind="image", source="url", place="localhost", content=f"http://localhost:{port}/{path}",
-                     most=1000000, field="f", part="p")
+                     max_bytes=1000000, field="f", part="p")
     settings = DialectSettings(allowedMediaDomains=("localhost",))
     try:
         found = images_of([Message(role="user", content=(part,))], settings, reads_images=True,

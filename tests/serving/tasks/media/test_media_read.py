@@ -28,7 +28,7 @@ def image(color=(1, 2, 3), size=(3, 2)):
 
 def part(number=0, **fields):
     where = f"messages[0].content[{number}]"
-    given = {"kind": "image", "most": 20 << 20, "field": f"{where}.image_url.url", "part": where}
+    given = {"kind": "image", "max_bytes": 20 << 20, "field": f"{where}.image_url.url", "part": where}
     return MediaPart(**(given | fields))
 
 
@@ -153,7 +153,7 @@ def test_without_pillow(monkeypatch):
 def test_data_of_a_wrong_size():
     """Data in the request is checked for its size and its base64 again."""
     assert "1 to 20971520 bytes" in refusal(data_part(b""))
-    assert "1 to 3 bytes" in refusal(data_part(b"1234", most=3))
+    assert "1 to 3 bytes" in refusal(data_part(b"1234", max_bytes=3))
     for content in ("a", "ä==", "!!!!"):
         assert refusal(part(source="data", content=content)).endswith("valid base64")
 
@@ -223,9 +223,9 @@ def test_sizes_of_files(inside, allowed, monkeypatch):
     (inside / "large.png").write_bytes(bytes(1001))
     for reading in (lambda shown: refusal(shown, settings=allowed), lambda shown: raised(shown, allowed)):
         assert "'0 bytes' is not allowed; expected 1 to 1000 bytes" in reading(
-            file_part(inside / "empty.png", most=1000)
+            file_part(inside / "empty.png", max_bytes=1000)
         )
-        assert "'1001 bytes' is not allowed" in reading(file_part(inside / "large.png", most=1000))
+        assert "'1001 bytes' is not allowed" in reading(file_part(inside / "large.png", max_bytes=1000))
     real = source.check_size
 
     def grows(shown, size):
@@ -234,7 +234,7 @@ def test_sizes_of_files(inside, allowed, monkeypatch):
         real(shown, size)
 
     monkeypatch.setattr(source, "check_size", grows)
-    assert "'1001 bytes' is not allowed" in raised(file_part(inside / "a.png", most=1000), allowed)
+    assert "'1001 bytes' is not allowed" in raised(file_part(inside / "a.png", max_bytes=1000), allowed)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -290,7 +290,9 @@ def test_a_fifo_at_the_last_moment(inside, allowed, monkeypatch):
 @pytest.mark.parametrize("role", ["system", "assistant", "tool"])
 def test_only_messages_of_the_user_have_images(role: str) -> None:
     """Images are allowed in user messages alone, even in MindIE's dialect."""
-    part = MediaPart(kind="image", source="data", content="aGVsbG8=", most=10, field="f", part="messages[0].content[0]")
+    part = MediaPart(
+        kind="image", source="data", content="aGVsbG8=", max_bytes=10, field="f", part="messages[0].content[0]"
+    )
     given = [Message(role=role, content=(part,))]  # type: ignore[arg-type]
     with pytest.raises(InvalidField, match=r"messages\[0\].content\[0\].type.*only messages of the user"):
         images_of(given, DialectSettings(), reads_images=True, deadline=None)

@@ -63,7 +63,7 @@ def _draws(seed):
     draw = random.Random(seed)
     few = draw.sample([VOCAB[token] for token in [*WORDS, "<s>", "</s>"]], 6)
     units = [[token] for token in few] + [[VOCAB[BYTES[byte]] for byte in char.encode()] for char in "é語"]
-    some = [[i for _ in range(draw.randrange(most)) for i in draw.choice(units)] for most in (6, 30)]
+    some = [[i for _ in range(draw.randrange(maximum)) for i in draw.choice(units)] for maximum in (6, 30)]
     return some[0], [*some[1], *draw.choice(units)]
 
 
