@@ -22,7 +22,7 @@ fi
 printf '[storage]\ndriver = "'$driver'"\ngraphroot = "%s/graph"\nrunroot = "%s/run"\n' "$scratch" "$scratch" > "$scratch/storage.conf"
 end() {
     buildah rm --all > /dev/null 2>&1 || true
-    umount "$scratch/graph/overlay" 2> /dev/null || true
+    umount --recursive "$scratch/graph/overlay" 2> /dev/null || true
     rm -rf --one-file-system "$scratch"
 }
 trap end EXIT
