@@ -38,7 +38,6 @@ run = click.Command(
     "run",
     callback=_run,
     params=PARAMETERS,
-    epilog=conversation_options(PARAMETERS),
     help=f"""Load a model on this machine and chat with it.
 
     MODEL is a directory, a GGUF file, a registered model (NAME, NAME/VERSION, NAME@ALIAS or models:/…), or a hub id.
@@ -46,5 +45,7 @@ run = click.Command(
 
     With MESSAGE, the command prints one answer. Without it, the command holds a conversation. No server is asked, also
     where {URL_VARIABLE} is set; the engine ends with the command.
+
+    {conversation_options(PARAMETERS)}
     """,
 )
