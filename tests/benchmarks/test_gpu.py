@@ -146,7 +146,7 @@ def test_transformers_decodes_beside_ours(folder: Path, peer: Contender, name: s
 
 
 def test_a_step_as_the_difference_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run costs beside its tokens does not count, nor does one run that took longer by chance."""
+    """The cost of a run beside its tokens does not count, nor does one run that took longer by chance."""
     clock, chance = [0.0], iter([50.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0])
 
     def run(tokens: int) -> None:

@@ -18,7 +18,7 @@ from .sampler import NEEDS_FULL_SORT, draw_unread, has_logit_changes, listed, re
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log probabilities of the tokens in ``rows`` of a step: of the token itself, ``own`` [rows], and of the best ones
+    """The log probabilities of tokens in ``rows`` of a step: of the token itself, ``own`` [rows], and of the best ones
     with their ids, ``values`` and ``ids`` [rows, the largest of counts]; a row lists ``counts[i]`` of them."""
 
     rows: Sequence[int]

@@ -23,17 +23,17 @@ RANGE = 40.0  # less probable tokens than exp(-RANGE) times the likeliest are in
 DIGITS = 8  # of the place where a nucleus ends, to RANGE / 8 ** DIGITS
 
 
-_refused: dict[Any, str] = {}
+refused: dict[Any, str] = {}
 
 
 def is_offered(device: Any) -> bool:
     """Return whether the kernels of this package run on a device."""
-    return triton_support.enabled(device) and device not in _refused
+    return triton_support.enabled(device) and device not in refused
 
 
 def refuse(device: Any, reason: str) -> None:
     """Do without the kernels on a device from now on."""
-    _refused[device] = reason
+    refused[device] = reason
 
 
 def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int, device: Any) -> Any:

@@ -33,7 +33,7 @@ class _Slot:
 
 
 class TokenCounts:
-    """Counts of the sequences that were last seen in ``slots_of``, by their ids, on one device."""
+    """The counts of the sequences that were last seen in ``slots_of``, by their ids, on one device."""
 
     def __init__(self) -> None:
         self.words: Any = None

@@ -12,8 +12,8 @@ MAX_COUNT = 64  # of a row; the kernel finds one after the other
 
 
 class TopLogits(NamedTuple):
-    """Of each row: the log of the sum of all exp(logit), ``totals`` float32 [B], NaN if a logit is not finite or all
-    are minus infinity, and the largest ``values`` with their ``ids``, [B, count], in descending order."""
+    """The largest logits of each row: the log of the sum of all exp(logit), ``totals`` float32 [B], NaN if one is not
+    finite or all are minus infinity, and the largest ``values`` with their ``ids``, [B, count], in descending order."""
 
     totals: Any
     values: Any

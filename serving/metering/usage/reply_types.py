@@ -88,7 +88,7 @@ class UsagePageInfo(TypedDict):
 
 
 class Bill(TypedDict):
-    """Sums by the columns of ``by``, and reserved throughput."""
+    """The sums by the columns of ``by``, and reserved throughput."""
 
     currency: str
     usage: list[UsageSumInfo]  # type: ignore[valid-type]

@@ -122,7 +122,7 @@ def test_kernels_draw_what_the_host_draws(monkeypatch: pytest.MonkeyPatch, seed:
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "triton"])
 def test_adjusted_logits_have_the_bits_of_the_host(monkeypatch: pytest.MonkeyPatch, kernels: bool) -> None:
-    """By torch the adjusted logits equal ``sampler.adjust``'s bit for bit, by the kernel up to the last bits."""
+    """The adjusted logits equal ``sampler.adjust``'s bit for bit by torch, and up to the last bits by the kernel."""
     if kernels:
         pytest.importorskip("triton")
         monkeypatch.setattr(triton_support, "enabled", lambda device: True)
@@ -175,7 +175,7 @@ def test_wrong_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     so."""
     pytest.importorskip("triton")
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
-    monkeypatch.setattr(device_sampling, "_refused", {})
+    monkeypatch.setattr(device_sampling, "refused", {})
     try_kernels(5000, torch.float32, DEVICE)
     assert device_sampling.is_offered(DEVICE)
     assert not caplog.messages
