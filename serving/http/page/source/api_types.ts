@@ -70,7 +70,7 @@ export interface AuditPage {
   next_cursor: string | null;
 }
 
-/** Sums by the columns of `by`, and reserved throughput. */
+/** The sums by the columns of `by`, and reserved throughput. */
 export interface Bill {
   currency: string;
   usage: UsageSumInfo[];
