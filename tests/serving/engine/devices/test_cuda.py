@@ -44,7 +44,7 @@ def test_kernels_and_graphs_are_used(tiny_bundle: Bundle, caplog: pytest.LogCapt
     assert (core.info.paged.cuda_graphs, core.info.paged.cuda_graphs_reason) == ((1, 2, 4, 6), "")
     layers = core.parts.runner.step_forward.plain.model.model.layers
     bound = [layer.self_attn.forward.__globals__[fused_rotary.NAME].func for layer in layers]
-    assert [one.func for one in bound] == [fused_rotary.rotated_later] * len(layers)
+    assert bound == [fused_rotary.rotated_later] * len(layers)
     outcomes = run(core, *(request_of(str(i), prompt_of(9 + i, i)) for i in range(5)))
     assert all(len(outcome.tokens[0]) == 12 for outcome in outcomes.values())
     assert not [text for text in caplog.messages if "kernel" in text]
