@@ -7,6 +7,8 @@ blocks to occupy a device, K is split over SPLIT programs::
     values   N ─┐ BLOCK_N     K ── SPLIT parts ──          partial [SPLIT, M, N] float32
                 │             part 0 │ part 1 │ …    ──→   added in order by the program that finishes last
 
+One row alone is multiplied without tensor cores, by programs of few weights, which read faster.
+
 Only the counter of finished programs is atomic, so sums have the same bits in every run. The parts of K are the same
 for any number of rows.
 
@@ -134,3 +136,43 @@ def multiply(
         if HAS_BIAS:
             y += tl.load(bias + column, mask=column < N, other=0.0)[:, None]
         tl.store(out + place, y.to(out.dtype.element_ty), mask=is_column & is_row)
+
+
+@triton.jit
+def multiply_row(
+    x: tl.tensor,
+    values: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    DECODE: tl.constexpr,
+) -> None:
+    """Multiply one row x [K] by ``values``, uint8 [N, K], → out [N], in float32. A program takes BLOCK_N rows of
+    ``values``, whole."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.arange(0, BLOCK_K)
+    from_values = values + column[:, None].to(tl.int64) * K + at[None, :]
+    is_column = (column < N)[:, None]
+    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if WHOLE_K:
+            bits = tl.load(from_values + start, mask=is_column, other=0, eviction_policy="evict_first")
+            some = tl.load(x + start + at)
+        else:
+            inside = start + at < K
+            bits = tl.load(from_values + start, mask=is_column & inside[None, :], other=0)
+            some = tl.load(x + start + at, mask=inside, other=0.0)
+        sums += decoded(bits, some.dtype, DECODE).to(tl.float32) * some.to(tl.float32)[None, :]
+    factor = tl.load(scale + column, mask=column < N, other=0.0)
+    if DECODE == "shift":
+        factor *= 256.0
+    y = tl.sum(sums, 1) * factor
+    if HAS_BIAS:
+        y += tl.load(bias + column, mask=column < N, other=0.0)
+    tl.store(out + column, y.to(out.dtype.element_ty), mask=column < N)

@@ -81,6 +81,8 @@ for rows, split, way, floats in ((16, 1, "packed", HALF), (64, 4, "native", HALF
     several = {"SPLIT": split, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 128, "WHOLE_K": True, "DECODE": way}
     arrays = [floats, BYTE, FLOAT, FLOAT, floats, FLOAT, INT]
     build(fp8_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **several)
+    several = {"BLOCK_N": 4, "BLOCK_K": 1024, "WHOLE_K": True, "DECODE": way}
+    build(fp8_kernel.multiply_row, [*arrays[:5], "i32", "i32"], HAS_BIAS=True, **several)
 more = {"HAS_BIAS": True, "GATE": 2, "TOP": 8}
 for step in (experts.few_up, experts.grouped_up):
     sizes = {"BLOCK_N": 4, "BLOCK_K": 1024} if step is experts.few_up else {"BLOCK_N": 32, "BLOCK_K": 128}
