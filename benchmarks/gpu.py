@@ -85,7 +85,7 @@ class Run:
         if parts & {"prefill", "decode", "features", "profile"}:
             found = self.take("ours", seconds=150)
             if "decode" in parts and any(record.get("ahead") for record in found):
-                self.take("not ahead", plan.but(launch_ahead="none", parts=("decode",)), 60)
+                self.take("not ahead", plan.but(async_scheduling="none", parts=("decode",)), 60)
         if parts & {"prefill", "decode"}:
             self.take("fp8", plan.but(quantization="fp8", parts=("prefill", "decode")), 90)
         if "http" in parts:
@@ -139,7 +139,7 @@ def read(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, help="tokens of the prompts of decoding")
     parser.add_argument("--new", type=int, help="tokens of each text")
     parser.add_argument("--cuda-graphs", choices=("auto", "none"), default="auto")
-    parser.add_argument("--launch-ahead", choices=("auto", "none"), default="auto")
+    parser.add_argument("--async-scheduling", choices=("auto", "none"), default="auto")
     parser.add_argument("--families", nargs="+", default=(), help="some of them, by name")
     parser.add_argument("--tests", nargs="+", default=FOLDERS, help="files or folders of tests")
     parser.add_argument("--seconds", type=float, default=345, help="for all parts")
@@ -162,7 +162,7 @@ def plan_of(args: argparse.Namespace, folder: str) -> Plan:
     sized = (TINY if args.size == "tiny" else {}) | {name: value for name, value in given.items() if value}
     return Plan(
         size=args.size, device=args.device, folder=folder, model=str(args.model or ""), parts=args.parts,
-        cuda_graphs=args.cuda_graphs, launch_ahead=args.launch_ahead, families=tuple(args.families),
+        cuda_graphs=args.cuda_graphs, async_scheduling=args.async_scheduling, families=tuple(args.families),
         tests=tuple(args.tests), **sized,
     )  # fmt: skip
 

@@ -43,13 +43,13 @@ class Engine:
         paged = info.paged
         assert paged is not None
         reasons = (
-            paged.attention_reason, paged.prefill_reason, paged.cuda_graphs_reason, paged.launch_ahead_reason,
+            paged.attention_reason, paged.prefill_reason, paged.cuda_graphs_reason, paged.async_scheduling_reason,
             info.quantization_reason,
         )  # fmt: skip
         return {
             "part": "engine", "by": by, "start_seconds": self.start_seconds, "attention": paged.attention,
             "prefill": paged.prefill, "graphs": [] if paged.cuda_graphs_reason else list(paged.cuda_graphs),
-            "ahead": paged.launch_ahead, "reasons": [reason for reason in dict.fromkeys(reasons) if reason],
+            "ahead": paged.async_scheduling, "reasons": [reason for reason in dict.fromkeys(reasons) if reason],
         }  # fmt: skip
 
     def add(self, size: int, length: int, new: int, adapters: tuple[str, ...] = (), **fields: Any) -> None:

@@ -30,7 +30,7 @@ def name_of(plan: Plan) -> str:
     """Return the contender's name in records."""
     if plan.quantization != "none":
         return plan.quantization
-    return "ours" if plan.launch_ahead == "auto" else "not ahead"
+    return "ours" if plan.async_scheduling == "auto" else "not ahead"
 
 
 def run(plan: Plan) -> Iterator[Record]:

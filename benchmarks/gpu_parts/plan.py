@@ -40,7 +40,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     prompt: int = 128
     new: int = 128
     quantization: str = "none"
-    launch_ahead: str = "auto"
+    async_scheduling: str = "auto"
     cuda_graphs: str = "auto"
     rounds: int = 3
     families: tuple[str, ...] = ()
@@ -75,7 +75,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         """Return the settings of an engine for all sequences of the plan: the defaults of the device but for their
         number. On a CPU, KV is in blocks there too."""
         on_cpu = {"kv_block_size": 16, "kernels": "torch"} if self.on_cpu else {}
-        own = {"quantization": self.quantization, "launch_ahead": self.launch_ahead, "cuda_graphs": self.cuda_graphs}
+        own = {
+            "quantization": self.quantization,
+            "async_scheduling": self.async_scheduling,
+            "cuda_graphs": self.cuda_graphs,
+        }
         count = max(*self.sequences, *(count for count, _ in self.prefills), self.batch)
         return EngineSettings.read({"device": self.device, "max_num_seqs": count, **own, **on_cpu, **more})
 

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 CONFIG = {  # engine settings by the names that other programs have for them
-    "async_scheduling": "launch_ahead",
     "block_size": "kv_block_size",
     "context_length": "max_model_len",
     "ctx_size": "max_model_len",

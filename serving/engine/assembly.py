@@ -209,8 +209,8 @@ def _prefill_by(loaded: LoadedModel, cache: PagedKVCache) -> tuple[Literal["varl
 
 def why_not_ahead(forward: StepForward, settings: EngineSettings) -> str:
     """Return why no step is launched before the tokens of the previous one are read; empty if steps are."""
-    if settings.launch_ahead == "none":
-        return "the setting launch_ahead is 'none'"
+    if settings.async_scheduling == "none":
+        return "the setting async_scheduling is 'none'"
     if settings.batch_invariant:
         return "with batch_invariant each sequence is computed alone"
     if not isinstance(forward, GraphedForward) or not forward.sizes or forward.device.type != "cuda":
@@ -232,8 +232,8 @@ def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward, not_a
         prefill_reason=prefill_reason,
         cuda_graphs=tuple(graphs.sizes) if graphs else (),
         cuda_graphs_reason=graphs.reason if graphs else "the setting cuda_graphs is 'none'",
-        launch_ahead=not not_ahead,
-        launch_ahead_reason=not_ahead,
+        async_scheduling=not not_ahead,
+        async_scheduling_reason=not_ahead,
     )
 
 

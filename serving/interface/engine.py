@@ -63,8 +63,8 @@ class PagedInfo(Struct, frozen=True, kw_only=True):
     - ``prefill``: chunks of prompts attend in one launch by torch's "varlen" operator or by "triton", or one after the
       other by "torch" (``prefill_reason``: why not by a kernel).
     - ``cuda_graphs``: the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none are).
-    - ``launch_ahead``: whether a step is launched before the tokens of the previous one are read
-      (``launch_ahead_reason``: why not).
+    - ``async_scheduling``: whether a step is launched before the tokens of the previous one are read
+      (``async_scheduling_reason``: why not).
     """
 
     kv_block_size: int
@@ -74,8 +74,8 @@ class PagedInfo(Struct, frozen=True, kw_only=True):
     prefill_reason: str = ""
     cuda_graphs: tuple[int, ...] = ()
     cuda_graphs_reason: str = ""
-    launch_ahead: bool = False
-    launch_ahead_reason: str = ""
+    async_scheduling: bool = False
+    async_scheduling_reason: str = ""
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):

@@ -67,8 +67,8 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
             CUDA and contiguous slots on CPUs, where blocks are only for experiments, with ``kernels`` "torch".
         cuda_graphs: "auto" captures decode steps of a few sizes as CUDA graphs at the start if KV is in blocks; "none"
             never does.
-        launch_ahead: "auto" launches a decode step before the tokens of the previous one are read, if every sequence
-            only continues with a token sampled on the device. The text is the same.
+        async_scheduling: "auto" launches a decode step before the tokens of the previous one are read, if every
+            sequence only continues with a token sampled on the device. The text is the same.
         prefix_caching: reuse the KV of earlier prompts with the same beginning.
         speculation: "auto" uses speculative decoding with the native kernels when few sequences run. The text is the
             same.
@@ -104,7 +104,10 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
         backend: settings of other engine backends, by their names. This engine has none besides those above.
     """
 
-    ALIASES: ClassVar[Mapping[str, str]] = {"picture_cache": "encoder_cache"}  # the old name, for one release
+    ALIASES: ClassVar[Mapping[str, str]] = {  # the old names, for one release
+        "picture_cache": "encoder_cache",
+        "launch_ahead": "async_scheduling",
+    }
     DROPPED: ClassVar[Mapping[str, Any]] = {"compile": False}
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -119,7 +122,7 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     kv_block_size: BlockSize | None = None
     cuda_graphs: Literal["auto", "none"] = "auto"
-    launch_ahead: Literal["auto", "none"] = "auto"
+    async_scheduling: Literal["auto", "none"] = "auto"
     prefix_caching: bool = True
     speculation: Literal["auto", "none"] = "auto"
     batch_invariant: bool = False

@@ -22,7 +22,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"]
     kv_block_size: Literal[8, 16, 32, 64, 128, 256] | None
     cuda_graphs: Literal["auto", "none"]
-    launch_ahead: Literal["auto", "none"]
+    async_scheduling: Literal["auto", "none"]
     prefix_caching: bool
     speculation: Literal["auto", "none"]
     batch_invariant: bool

@@ -30,7 +30,7 @@ from ..constraints import grammar_tokenizer
 from ..constraints.bitmasks import BitmaskWorker
 from ..constraints.grammars import TEXTS, Grammars
 from ..constraints.logits_processors import LogitsProcessors
-from ..forward.async_scheduling import LaunchAhead
+from ..forward.async_scheduling import AsyncScheduling
 from ..requests.delivery import Delivery
 from ..requests.finisher import RequestFinisher
 from ..requests.image_features import ImageFeatureCache
@@ -63,7 +63,7 @@ class GenerationCore(EngineCore, pooled=False):
         self.finisher = RequestFinisher(self.inflight, scheduler, cache, self.grammars)
         sampler = DeviceSampler()
         self._delivery = Delivery(self.inflight, scheduler, cache, self.finisher, self._add_member, sampler)
-        self.ahead = LaunchAhead(parts.ahead, scheduler, cache, sampler)
+        self.ahead = AsyncScheduling(parts.ahead, scheduler, cache, sampler)
         self._next_id = 0
         self._goes_on = False
 

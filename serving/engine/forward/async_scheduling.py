@@ -69,7 +69,7 @@ class LaunchedStep:
         return self.copy.sampled()
 
 
-class LaunchAhead:
+class AsyncScheduling:
     """The owner of the step that is launched but not read, if there is one. With ``graphs`` None nothing is launched
     ahead."""
 

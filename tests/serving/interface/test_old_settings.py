@@ -11,8 +11,9 @@ OLD = "picture_cache"  # the old name of encoder_cache
 
 
 def test_an_earlier_name_of_a_setting_is_read() -> None:
-    """The cache of image features can be set by the name that it had before."""
+    """The cache of image features and asynchronous scheduling can be set by the names that they had before."""
     assert EngineSettings.read({OLD: 4096}).encoder_cache == 4096
+    assert EngineSettings.read({"launch_ahead": "none"}).async_scheduling == "none"
 
 
 def test_both_names_of_a_setting_are_refused() -> None:

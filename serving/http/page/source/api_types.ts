@@ -462,7 +462,7 @@ export interface NewKey {
   notes: string[];
 }
 
-/** The way in which a paged KV cache runs. - A block has `kv_block_size` tokens. - `attention`: decodes attend by "triton" or "torch" (`attention_reason`: why not by Triton). - `prefill`: chunks of prompts attend in one launch by torch's "varlen" operator or by "triton", or one after the other by "torch" (`prefill_reason`: why not by a kernel). - `cuda_graphs`: the sizes of decode steps that are recorded (`cuda_graphs_reason`: why none are). - `launch_ahead`: whether a step is launched before the tokens of the previous one are read (`launch_ahead_reason`: why not). */
+/** The way in which a paged KV cache runs. - A block has `kv_block_size` tokens. - `attention`: decodes attend by "triton" or "torch" (`attention_reason`: why not by Triton). - `prefill`: chunks of prompts attend in one launch by torch's "varlen" operator or by "triton", or one after the other by "torch" (`prefill_reason`: why not by a kernel). - `cuda_graphs`: the sizes of decode steps that are recorded (`cuda_graphs_reason`: why none are). - `async_scheduling`: whether a step is launched before the tokens of the previous one are read (`async_scheduling_reason`: why not). */
 export interface PagedInfo {
   kv_block_size: number;
   attention: "triton" | "torch";
@@ -471,8 +471,8 @@ export interface PagedInfo {
   prefill_reason: string;
   cuda_graphs: number[];
   cuda_graphs_reason: string;
-  launch_ahead: boolean;
-  launch_ahead_reason: string;
+  async_scheduling: boolean;
+  async_scheduling_reason: string;
 }
 
 /** A request with its texts, as JSON. `codes` says why a text was left out; `sample` is the share that was logged. */

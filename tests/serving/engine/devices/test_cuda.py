@@ -12,7 +12,7 @@ from tiny_models import greedy, prompt_of, request_of
 from transformers import BertConfig, BertModel
 
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.forward.async_scheduling import LaunchAhead
+from mlflow_llm.serving.engine.forward.async_scheduling import AsyncScheduling
 from mlflow_llm.serving.engine.models.embedder import load_embedder
 from mlflow_llm.serving.engine.models.fused import rotary as fused_rotary
 from mlflow_llm.serving.engine.weights import fp8
@@ -70,9 +70,9 @@ def test_weights_in_fp8(tiny_bundle: Bundle) -> None:
 def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step launched ahead does not synchronise with the device for any kind of sampling; in float32, the texts equal
     those of steps launched one by one."""
-    follow, followed = LaunchAhead.follow, []
+    follow, followed = AsyncScheduling.follow, []
 
-    def watched(self: LaunchAhead, step: Any) -> Any:
+    def watched(self: AsyncScheduling, step: Any) -> Any:
         try:
             torch.cuda.set_sync_debug_mode("error")
             launched = follow(self, step)
@@ -81,7 +81,7 @@ def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monk
         followed.append(launched is not None)
         return launched
 
-    monkeypatch.setattr(LaunchAhead, "follow", watched)
+    monkeypatch.setattr(AsyncScheduling, "follow", watched)
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 0.9, "top_p": 0.8, "top_k": 20}]
     ways += [{"temperature": 0.9, "typical_p": 0.8}, {"temperature": 0.9, "min_p": 0.1}, {"logprobs": 5}]
     ways += [{"repetition_penalty": 1.2, "frequency_penalty": 0.2}, {"logit_bias": ((7, 3.0), (9, -100.0))}]
@@ -93,10 +93,10 @@ def test_nothing_is_waited_for_between_launch_and_read(tiny_bundle: Bundle, monk
     requests = [request_of(str(i), prompt_of(9 + i, i), seed=i, max_tokens=40 + i, **way) for i, way in enumerate(ways)]
     texts = []
     for setting in ("auto", "none"):
-        settings = EngineSettings(max_num_seqs=len(ways), launch_ahead=setting, **ON_CUDA)
+        settings = EngineSettings(max_num_seqs=len(ways), async_scheduling=setting, **ON_CUDA)
         core = EngineCore(tiny_bundle, settings)
         assert core.info.paged is not None
-        assert core.info.paged.launch_ahead == (setting == "auto"), core.info.paged.launch_ahead_reason
+        assert core.info.paged.async_scheduling == (setting == "auto"), core.info.paged.async_scheduling_reason
         texts.append({name: outcome.tokens[0] for name, outcome in run(core, *requests).items()})
         core.check_integrity()
         core.close()

@@ -18,7 +18,7 @@ from tiny_models import greedy, prompt_of, request_of
 
 from mlflow_llm.serving.engine import assembly
 from mlflow_llm.serving.engine.core import EngineCore
-from mlflow_llm.serving.engine.forward.async_scheduling import LaunchAhead
+from mlflow_llm.serving.engine.forward.async_scheduling import AsyncScheduling
 from mlflow_llm.serving.engine.sampling import device_sampler, device_sampling, sampler
 from mlflow_llm.serving.engine.scheduling.scheduler import ScheduledChunk
 from mlflow_llm.serving.interface.bundle import Bundle
@@ -32,17 +32,17 @@ Then = tuple[str, int, Callable[[EngineCore], None]]  # when a request has so ma
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[list[ScheduledChunk]]:
     """Let engines launch ahead on the CPU too; provide the runs of each step launched before the last was read."""
-    follow, steps = LaunchAhead.follow, []
+    follow, steps = AsyncScheduling.follow, []
 
-    def spy(self: LaunchAhead, step: Any) -> Any:
+    def spy(self: AsyncScheduling, step: Any) -> Any:
         launched = follow(self, step)
         if launched is not None:
             steps.append(launched.chunks)
         return launched
 
-    monkeypatch.setattr(LaunchAhead, "follow", spy)
+    monkeypatch.setattr(AsyncScheduling, "follow", spy)
     monkeypatch.setattr(
-        assembly, "why_not_ahead", lambda forward, settings: "none" if settings.launch_ahead == "none" else ""
+        assembly, "why_not_ahead", lambda forward, settings: "none" if settings.async_scheduling == "none" else ""
     )
     return steps
 
@@ -51,7 +51,7 @@ def make_core(bundle: Bundle, ahead: bool, **more: Any) -> EngineCore:
     small = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "kv_cache_memory": 1 << 24, "dtype": "float32"}
     on = "auto" if ahead else "none"
     return EngineCore(
-        bundle, EngineSettings(**{**small, "kv_block_size": 8, "kernels": "torch", "launch_ahead": on, **more})
+        bundle, EngineSettings(**{**small, "kv_block_size": 8, "kernels": "torch", "async_scheduling": on, **more})
     )
 
 
@@ -137,7 +137,7 @@ def test_tokens_of_a_device_are_copied_once_it_has_them(
     """Tokens are copied into pinned memory after the step on its stream, and read when the event after the copy has
     occurred, which is waited for only after the following step was launched."""
     done: list[str] = []
-    draw, empty, follow = device_sampler.draw_unread, torch.empty, LaunchAhead.follow
+    draw, empty, follow = device_sampler.draw_unread, torch.empty, AsyncScheduling.follow
 
     class Event:
         def record(self, stream: str) -> None:
@@ -150,7 +150,7 @@ def test_tokens_of_a_device_are_copied_once_it_has_them(
         done.extend(["pinned"] * pin_memory)
         return empty(*shape, **more)
 
-    def noted(self: LaunchAhead, step: Any) -> Any:
+    def noted(self: AsyncScheduling, step: Any) -> Any:
         done.append("follow")
         return follow(self, step)
 
@@ -159,7 +159,7 @@ def test_tokens_of_a_device_are_copied_once_it_has_them(
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    monkeypatch.setattr(LaunchAhead, "follow", noted)
+    monkeypatch.setattr(AsyncScheduling, "follow", noted)
     assert texts(play(make_core(tiny_bundle, True, device="cpu"), mixed())) == texts(plain)
     launch = "pinned, event on the stream of cuda"
     assert f"{launch}, follow, {launch}, wait, follow, {launch}, wait" in ", ".join(done)
@@ -354,15 +354,15 @@ def test_a_step_that_fails_is_computed_again(
     requests = [request_of(str(i), prompt_of(9 + i, i), max_tokens=20) for i in range(3)]
     plain = play(make_core(tiny_bundle, False), requests)
     name = "_launch" if at == "launch" else "_read"
-    original, calls = getattr(LaunchAhead, name), []
+    original, calls = getattr(AsyncScheduling, name), []
 
-    def fail(self: LaunchAhead, *args: Any) -> Any:
+    def fail(self: AsyncScheduling, *args: Any) -> Any:
         calls.append(None)
         if len(calls) in (4, 9):
             raise RuntimeError("an illegal memory access was encountered")
         return original(self, *args)
 
-    monkeypatch.setattr(LaunchAhead, name, fail)
+    monkeypatch.setattr(AsyncScheduling, name, fail)
     assert texts(play(make_core(tiny_bundle, True), requests)) == texts(plain)
     assert len(calls) > 9
 
@@ -402,14 +402,14 @@ def test_it_is_off_on_cpu(tiny_bundle: Bundle) -> None:
     """On CPU steps are not launched ahead, and the engine's information gives the reason."""
     for setting, reason in (
         ("auto", "decode steps are not captured as CUDA graphs"),
-        ("none", "the setting launch_ahead is 'none'"),
+        ("none", "the setting async_scheduling is 'none'"),
     ):
         core = EngineCore(
             tiny_bundle,
             EngineSettings(
-                device="cpu", kv_block_size=8, kernels="torch", launch_ahead=setting, kv_cache_memory=1 << 22
+                device="cpu", kv_block_size=8, kernels="torch", async_scheduling=setting, kv_cache_memory=1 << 22
             ),
         )
         assert core.info.paged is not None
-        assert (core.info.paged.launch_ahead, core.info.paged.launch_ahead_reason) == (False, reason)
+        assert (core.info.paged.async_scheduling, core.info.paged.async_scheduling_reason) == (False, reason)
         core.close()
