@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..dialects.openai.replies import message
 from ..interface.errors import RequestError
 from ..interface.reply import Choice
+from ..interface.request import SPAN_TYPES
 from .tracing import SpanRecord
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ RESERVED = ("mlflow.", "mlflow_llm.")  # names of tags that are MLflow's and our
 _NO_NAME = re.compile(r"[^\w.\- :]")  # characters that a tag's name in MLflow has not
 MAX_METADATA = 250  # characters of a value, which MLflow's database keeps of a trace's metadata
 FIRST_TOKEN = "gen_ai.first_token"  # the name of an event
-SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING", "score": "RERANKER"}
 
 
 def readable_span(record: SpanRecord, attributes: dict[str, Any], resource: Any = None) -> ReadableSpan:

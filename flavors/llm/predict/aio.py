@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -35,6 +36,7 @@ from .answers import (
     vector_of,
 )
 from .session import Session
+from .spans import AnswerSpan
 
 
 class LoopQueue:
@@ -149,20 +151,28 @@ class AsyncTextStream(StreamedText):
     block early, aborts the request. If the request fails, iterating raises its ``MlflowException``.
     """
 
-    def __init__(self, pieces: AsyncPieces) -> None:
+    def __init__(self, pieces: AsyncPieces, span: AnswerSpan) -> None:
         super().__init__()
         self._pieces = pieces
+        self._span = span
 
     def __aiter__(self) -> AsyncTextStream:
         return self
 
     async def __anext__(self) -> str:
-        while True:
-            if new := self.take(await self._pieces.__anext__()):
-                return new
+        try:
+            while True:
+                piece = await self._pieces.__anext__()
+                self._span.see(piece)
+                if new := self.take(piece):
+                    return new
+        except BaseException as error:
+            self._span.fail(error)
+            raise
 
     def close(self) -> None:
         self._pieces.close()
+        self._span.end()
 
     async def __aenter__(self) -> AsyncTextStream:
         return self
@@ -223,16 +233,18 @@ class AsyncLanguageModel:
 
         ``stream=True`` gives an asynchronous iterator over vectors ``[dim]``, in the order of the texts.
         """
-        request = await self._valid({"input": texts, "adapter": adapter, **fields}, stream=False)
+        body = {"input": texts, "adapter": adapter, **fields}
+        request = await self._valid(body, stream=False)
         if stream:
-            return _vectors(AsyncPieces(self._session, request))
-        reply = await self._reply(request)
+            return _vectors(AsyncPieces(self._session, request), self._session.answering(request, body))
+        reply = await self._reply(request, body)
         vectors = np.stack([vector_of(data) for data in reply.vectors])
         return vectors[0] if isinstance(texts, str) else vectors
 
     async def score(self, text_1: str | list[str], text_2: str | list[str], **fields: Any) -> Any:
         """Score how well texts match, like ``LanguageModel.score``."""
-        reply = await self._reply(await self._valid({"text_1": text_1, "text_2": text_2, **fields}, stream=False))
+        body = {"text_1": text_1, "text_2": text_2, **fields}
+        reply = await self._reply(await self._valid(body, stream=False), body)
         return scores_of(reply, text_1, text_2)
 
     async def rerank(
@@ -241,7 +253,7 @@ class AsyncLanguageModel:
         """Rank documents by their relevance to ``query``, like ``LanguageModel.rerank``."""
         body = {"query": query, "documents": documents, "top_n": top_n, **fields}
         request = await self._valid(body, stream=False)
-        return ranked_of(request, await self._reply(request))
+        return ranked_of(request, await self._reply(request, body))
 
     async def close(self) -> None:
         """Release the engine, like ``LanguageModel.close``. Closing either object closes both."""
@@ -260,8 +272,8 @@ class AsyncLanguageModel:
         if stream:
             with as_mlflow():
                 check_streamable(request)
-            return AsyncTextStream(self._pieces(request))
-        reply = await self._reply(request)
+            return AsyncTextStream(self._pieces(request), self._session.span_of(request, body))
+        reply = await self._reply(request, body)
         return Answer(choices=reply.choices, usage=reply.usage)
 
     async def _valid(self, body: dict[str, Any], *, stream: bool) -> ValidRequest:
@@ -272,20 +284,25 @@ class AsyncLanguageModel:
         with as_mlflow():
             return AsyncPieces(self._session, request)
 
-    async def _reply(self, request: ValidRequest) -> Reply:
-        return generate.gather([piece async for piece in self._pieces(request)])
+    async def _reply(self, request: ValidRequest, asked: Mapping[str, Any]) -> Reply:
+        with self._session.answering(request, asked) as span:
+            reply = generate.gather([piece async for piece in self._pieces(request)])
+            span.took(reply)
+            return reply
 
 
-async def _vectors(pieces: AsyncPieces) -> AsyncIterator[Vectors]:
+async def _vectors(pieces: AsyncPieces, traced: AbstractContextManager[AnswerSpan]) -> AsyncIterator[Vectors]:
     """Yield vectors in the order of the texts; the engine may compute them in a different order."""
     early: dict[int, bytes] = {}
     following = 0
     try:
-        async for piece in pieces:
-            if isinstance(piece, Vector):
-                early[piece.index] = piece.data
-            while following in early:
-                yield vector_of(early.pop(following))
-                following += 1
+        with traced as span:
+            async for piece in pieces:
+                span.see(piece)
+                if isinstance(piece, Vector):
+                    early[piece.index] = piece.data
+                while following in early:
+                    yield vector_of(early.pop(following))
+                    following += 1
     finally:
         pieces.close()

@@ -51,15 +51,21 @@ class TextStream(StreamedText):
     early, aborts the request. If the request fails, iterating raises its ``MlflowException``.
     """
 
-    def __init__(self, session: Session, request: ValidRequest) -> None:
+    def __init__(self, session: Session, request: ValidRequest, asked: Mapping[str, Any]) -> None:
         super().__init__()
+        self._span = session.span_of(request, asked)
         self._pieces = session.pieces(request)
 
     def __iter__(self) -> Iterator[str]:
         with as_mlflow():
-            for piece in self._pieces:
-                if new := self.take(piece):
-                    yield new
+            try:
+                for piece in self._pieces:
+                    self._span.see(piece)
+                    if new := self.take(piece):
+                        yield new
+            except Exception as error:
+                self._span.fail(error)
+                raise
 
     def _ipython_display_(self) -> None:
         """Show the reply as it is generated, when a cell ends with a stream; in a terminal as text."""
@@ -78,6 +84,7 @@ class TextStream(StreamedText):
 
     def close(self) -> None:
         self._pieces.close()
+        self._span.end()
 
     def __enter__(self) -> TextStream:
         return self
@@ -193,10 +200,11 @@ class LanguageModel:
         Raises:
             MlflowException: as ``chat``.
         """
-        request = self._session.valid({"input": texts, "adapter": adapter, **fields})
+        body = {"input": texts, "adapter": adapter, **fields}
+        request = self._session.valid(body)
         if stream:
-            return self._vectors(request)
-        reply = self._session.reply(request)
+            return self._vectors(request, body)
+        reply = self._session.reply(request, asked=body)
         vectors = np.stack([vector_of(data) for data in reply.vectors])
         return vectors[0] if isinstance(texts, str) else vectors
 
@@ -215,7 +223,8 @@ class LanguageModel:
         Raises:
             MlflowException: as ``chat``.
         """
-        reply = self._session.reply(self._session.valid({"text_1": text_1, "text_2": text_2, **fields}))
+        body = {"text_1": text_1, "text_2": text_2, **fields}
+        reply = self._session.reply(self._session.valid(body), asked=body)
         return scores_of(reply, text_1, text_2)
 
     @raises_mlflow
@@ -224,8 +233,9 @@ class LanguageModel:
 
         Other arguments and errors are those of ``score``.
         """
-        request = self._session.valid({"query": query, "documents": documents, "top_n": top_n, **fields})
-        return ranked_of(request, self._session.reply(request))
+        body = {"query": query, "documents": documents, "top_n": top_n, **fields}
+        request = self._session.valid(body)
+        return ranked_of(request, self._session.reply(request, asked=body))
 
     @raises_mlflow
     def compare(self, messages: Messages, adapters: Sequence[str | None] | None = None, **fields: Any) -> Comparison:
@@ -282,16 +292,17 @@ class LanguageModel:
         request = self._session.valid(body, stream=stream)
         if stream:
             check_streamable(request)
-            return TextStream(self._session, request)
-        reply: Reply = self._session.reply(request)
+            return TextStream(self._session, request, body)
+        reply: Reply = self._session.reply(request, asked=body)
         return Answer(choices=reply.choices, usage=reply.usage)
 
-    def _vectors(self, request: ValidRequest) -> Iterator[Vectors]:
+    def _vectors(self, request: ValidRequest, asked: Mapping[str, Any]) -> Iterator[Vectors]:
         """Yield vectors in the order of the texts; the engine may compute them in a different order."""
         early: dict[int, bytes] = {}
         following = 0
-        with as_mlflow(), self._session.pieces(request) as pieces:
+        with as_mlflow(), self._session.answering(request, asked) as span, self._session.pieces(request) as pieces:
             for piece in pieces:
+                span.see(piece)
                 if not isinstance(piece, Done):
                     early[piece.index] = piece.data
                 while following in early:

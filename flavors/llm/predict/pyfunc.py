@@ -104,7 +104,8 @@ class PyfuncModel:
                 return found[0] if single else found
             if single:
                 request = self._valid(rows[0], output)
-                return self._returned(request, self.session.reply(request), output)
+                asked = _body(rows[0])
+                return self._returned(request, self.session.reply(request, asked=asked), output)
             return self._predict_rows(rows, output)
 
     def _returned(self, request: ValidRequest, reply: Reply, output: str) -> Any:
@@ -183,8 +184,8 @@ class PyfuncModel:
                 raise InvalidField(f"params.{OUTPUT}", (params or {})[OUTPUT], "'reply': a stream has chunks")
             if len(bodies) != 1:
                 raise RequestError(f"body: {len(bodies)} requests cannot be streamed; expected one")
-            request = self.session.valid(_body(with_params(bodies[0], params)), stream=True)
-            yield from self.session.chunks(request)
+            asked = _body(with_params(bodies[0], params))
+            yield from self.session.chunks(self.session.valid(asked, stream=True), asked)
 
     def _requests(self, model_input: Any) -> tuple[list[Row], bool]:
         given = model_input.data if isinstance(model_input, Given) else model_input

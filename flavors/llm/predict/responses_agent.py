@@ -34,7 +34,7 @@ class LoggedModelAgent(ResponsesAgent):
         """Answer one request."""
         with as_mlflow():
             valid = self._valid(request, stream=False)
-            encoded = _DIALECT.encode(valid, self.session.reply(valid))
+            encoded = _DIALECT.encode(valid, self.session.reply(valid, asked=_shown(request)))
         return ResponsesAgentResponse(**json.loads(encoded.body))
 
     def predict_stream(self, request: ResponsesAgentRequest) -> Generator[ResponsesAgentStreamEvent, None, None]:
@@ -42,8 +42,9 @@ class LoggedModelAgent(ResponsesAgent):
         with as_mlflow():
             valid = self._valid(request, stream=True)
             encoder = _DIALECT.stream(valid)
-            with self.session.pieces(valid) as pieces:
+            with self.session.answering(valid, _shown(request)) as span, self.session.pieces(valid) as pieces:
                 for piece in pieces:
+                    span.see(piece)
                     yield from _events(encoder.encode(piece))
 
     def close(self) -> None:
@@ -57,6 +58,11 @@ class LoggedModelAgent(ResponsesAgent):
             body.setdefault("user", context.user_id)
         body = {**(request.custom_inputs or {}), **body, "stream": stream}
         return self.session.prepared(_DIALECT.decode(_HEAD, json.dumps(body).encode()))
+
+
+def _shown(request: ResponsesAgentRequest) -> dict[str, Any]:
+    shown: dict[str, Any] = request.model_dump(exclude_none=True)
+    return shown
 
 
 def _events(encoded: bytes) -> Generator[ResponsesAgentStreamEvent, None, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
 import logging
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,6 +36,7 @@ from ....serving.tasks.prompt.text import TextModel
 from ....serving.tasks.reply import embed, generate, score
 from ..model.bundle_loader import load_bundle
 from ..model.names import FLAVOR_NAME
+from .spans import AnswerSpan, answering
 
 logger = logging.getLogger(__name__)
 
@@ -162,19 +165,34 @@ class Session:
             return score.run(self.engine, request)
         return generate.run(self.engine, request, self.connect().text)
 
-    def reply(self, request: ValidRequest, stop: threading.Event | None = None) -> Reply:
-        """Return the whole reply; setting ``stop`` ends it with ``Aborted``."""
-        with self.pieces(request) as pieces:
-            return generate.gather(_until(pieces, stop) if stop is not None else pieces)
+    def reply(
+        self, request: ValidRequest, stop: threading.Event | None = None, *, asked: Mapping[str, Any] | None = None
+    ) -> Reply:
+        """Return the whole reply; setting ``stop`` ends it with ``Aborted``. A span shows the request as ``asked``."""
+        with self.answering(request, asked) as span, self.pieces(request) as pieces:
+            reply = generate.gather(_until(pieces, stop) if stop is not None else pieces)
+            span.took(reply)
+            return reply
+
+    def answering(
+        self, request: ValidRequest, asked: Mapping[str, Any] | None = None
+    ) -> AbstractContextManager[AnswerSpan]:
+        """Open a span for an answer, which ends with the block (``spans``)."""
+        return answering(request, asked, self.bundle.content_hash)
+
+    def span_of(self, request: ValidRequest, asked: Mapping[str, Any]) -> AnswerSpan:
+        """Open a span for an answer, for a stream to end."""
+        return AnswerSpan(request, asked, self.bundle.content_hash)
 
     def encode(self, request: ValidRequest, reply: Reply) -> dict[str, Any]:
         return self._dialect.written(request, reply)
 
-    def chunks(self, request: ValidRequest) -> Iterator[dict[str, Any]]:
+    def chunks(self, request: ValidRequest, asked: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
         """Yield a streamed reply as chunk objects."""
         encoder = self._dialect.stream(request)
-        with self.pieces(request) as pieces:
+        with self.answering(request, asked) as span, self.pieces(request) as pieces:
             for piece in pieces:
+                span.see(piece)
                 yield from _events(encoder.encode(piece))
 
     def replies(self, requests: Sequence[ValidRequest], watch: Watch | None = None) -> list[Reply]:
@@ -205,7 +223,8 @@ class Session:
         stop = threading.Event()
         width = max(1, min(len(requests), self.settings.max_num_seqs))
         with ThreadPoolExecutor(width, thread_name_prefix="mlflow-llm-predict") as pool:
-            futures = [pool.submit(ask, request, stop) for request in requests]
+            # each in a copy of this context, in which the caller's span is active
+            futures = [pool.submit(contextvars.copy_context().run, ask, request, stop) for request in requests]
             try:
                 waited = _in_order(futures)
                 return list(waited if watch is None else watch(waited, len(futures)))
