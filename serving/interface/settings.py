@@ -104,9 +104,9 @@ class EngineSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
         backend: settings of other engine backends, by their names. This engine has none besides those above.
     """
 
-    ALIASES: ClassVar[Mapping[str, str]] = {  # the old names, for one release
-        "picture_cache": "encoder_cache",
-        "launch_ahead": "async_scheduling",
+    ALIASES: ClassVar[Mapping[str, str]] = {  # for one release
+        "picture_cache": "encoder_cache",  # the old name
+        "launch_ahead": "async_scheduling",  # the old name
     }
     DROPPED: ClassVar[Mapping[str, Any]] = {"compile": False}
 
