@@ -40,7 +40,9 @@ def test_every_option_of_serve_is_in_a_group() -> None:
     options = {one.name for one in cli.commands["serve"].params if isinstance(one, click.Option)}
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(options)
-    assert text[places[-1] :].strip().split("\n\n")[0].splitlines()[1:] == ["  -h, --help  Show this message and exit."]
+    [left] = text[places[-1] :].strip().split("\n\n")[0].splitlines()[1:]
+    # click keeps the option of whoever asked first, which may be a test without the group's settings and its -h
+    assert left.endswith("--help  Show this message and exit.")
 
 
 def test_engine_settings_have_their_meaning() -> None:
