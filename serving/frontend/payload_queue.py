@@ -98,6 +98,9 @@ class PayloadQueue:
             except Exception:
                 logs.event("the payload log could not be written", level=40, exc_info=True)
                 self._drop(group)
+            except BaseException:  # the writer is killed
+                self._drop(group)
+                raise
 
     def _group(self) -> list[Captured]:
         """Take the next requests for one transaction from the queue."""
@@ -117,7 +120,7 @@ class PayloadQueue:
     def _say(self) -> None:
         dropped, self._dropped = self._dropped, 0
         if dropped:
-            logs.event("requests are missing in the payload log: there was no room for them", level=30, missing=dropped)
+            logs.event("requests are missing in the payload log", level=30, missing=dropped)
 
     def _prune(self) -> None:
         if self._closing or time.monotonic() - self._pruned < PRUNE_SECONDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..frontend.operation import Request
@@ -28,3 +29,10 @@ def limit_of(given: dict[str, str], maximum: int, default: int) -> int:
     if not (value.isascii() and value.isdigit()) or len(value) > 9 or not 1 <= int(value) <= maximum:
         raise InvalidField("limit", value, f"an integer from 1 to {maximum}")
     return int(value)
+
+
+def refuse_beside_export(given: Mapping[str, str], names: Sequence[str], form: str, what: str) -> None:
+    """Raise ``InvalidField`` for parameters that select or page, beside a format that has every ``what``."""
+    for name in names:
+        if name in given:
+            raise InvalidField(name, given[name], f"no value with format={form}: an export has every {what}")

@@ -18,7 +18,6 @@ from .labels import Labels
 
 Task: TypeAlias = Literal["chat", "completions", "embeddings", "score"]
 POOLED: frozenset[Task] = frozenset({"embeddings", "score"})  # one vector or number per text; nothing is generated
-SPAN_TYPES = {"chat": "CHAT_MODEL", "completions": "LLM", "embeddings": "EMBEDDING", "score": "RERANKER"}  # MLflow's
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ErrorBehavior: TypeAlias = Literal["error", "truncate"]
 LogitsOf: TypeAlias = Literal["context", "generation"]  # of the prompt's tokens, or of generated ones

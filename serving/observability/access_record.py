@@ -20,7 +20,7 @@ from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..system import logs
 from ..tasks.reply.pieces import Gathered
 from . import metrics, tracing
-from .payload_capture import Capture, Captured
+from .payload_capture import Capture, Captured, Reply
 from .returned_trace import returned_trace
 from .tracing import MAX_CONTENT, SpanRecord, TraceContext, Tracer
 
@@ -175,7 +175,6 @@ class AccessRecord:
         )
 
     def _captured(self, capture: Capture, status: int, seconds: float) -> Captured:
-        replies = self.replies or {}
         row = Payload(
             request_id=self.reply_id,
             endpoint=self.endpoint,
@@ -196,8 +195,13 @@ class AccessRecord:
             row=row,
             task=self.task,
             body=capture.body,
-            replies=[(replies[i].choice(i), self.reasons.get(i)) for i in sorted(replies)],
+            replies=self._said(),
         )
+
+    def _said(self) -> list[Reply]:
+        """Return the choices so far, each with the reason of its end; None if it was cut off."""
+        replies = self.replies or {}
+        return [(replies[i].choice(i), self.reasons.get(i)) for i in sorted(replies)]
 
     def _level(self, status: int) -> int:
         """Return the log level: debug for a successful GET of the management API, since clients poll it."""
@@ -229,8 +233,8 @@ class AccessRecord:
         assert self.trace is not None
         end = time.time_ns()
         start = end - int(seconds * 1e9)
-        counts, replies = self._counts(), self.replies or {}
-        shown = [(_shortened(replies[i].choice(i)), self.reasons.get(i)) for i in sorted(replies)]
+        counts = self._counts()
+        shown = [(_shortened(choice), reason) for choice, reason in self._said()]
         return SpanRecord(
             trace=self.trace,
             request_id=self.request_id,

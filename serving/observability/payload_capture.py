@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..dialects.openai.replies import message
+from ..dialects.openai.span_values import choices_of
 from ..interface.payload_log import MAX_TEXT, PayloadLog, redacted_json
 from ..interface.reply import Choice
 from ..metering.usage.payloads import Payload
@@ -47,7 +47,8 @@ class Captured:
     def size(self) -> int:
         """The memory that the texts take, roughly."""
         said = sum(len(choice.text) + len(choice.reasoning) for choice, _ in self.replies)
-        return len(self.body or b"") + said
+        called = sum(len(call.arguments) for choice, _ in self.replies for call in choice.calls)
+        return len(self.body or b"") + said + called
 
     def payload(self) -> Payload:
         """Return the row for the log: its texts as JSON, redacted, and codes for those that are left out."""
@@ -66,29 +67,29 @@ class Captured:
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
             codes.append("REQUEST_NOT_JSON")
             return None
-        return self._written(value, codes, names=True) if self.settings.redact else text
+        if not self.settings.redact:
+            return text
+        return self._written(value, codes, "MAX_REQUEST_SIZE_EXCEEDED", names=True)
 
     def _response(self, codes: list[str]) -> str | None:
         if not self.replies:
             return None
-        chat = self.task == "chat"
-        choices = [
-            {"index": place, **({"message": message(choice)} if chat else {"text": choice.text}), "finish_reason": why}
-            for place, (choice, why) in enumerate(self.replies)
-        ]
-        text = self._written({"choices": choices}, codes, names=False)
-        if text is not None and len(text.encode()) > MAX_TEXT:
-            codes.append("MAX_RESPONSE_SIZE_EXCEEDED")
-            return None
-        return text
+        shown = choices_of(self.task, (choice for choice, _ in self.replies))
+        choices = [{**one, "finish_reason": why} for one, (_, why) in zip(shown, self.replies, strict=True)]
+        return self._written({"choices": choices}, codes, "MAX_RESPONSE_SIZE_EXCEEDED", names=False)
 
-    def _written(self, value: Any, codes: list[str], *, names: bool) -> str | None:
-        """Return ``value`` as JSON, redacted; None if that fails, since what cannot be redacted is not kept."""
+    def _written(self, value: Any, codes: list[str], too_long: str, *, names: bool) -> str | None:
+        """Return ``value`` as JSON, redacted; None with the code ``too_long`` if that is too long for the log, and also
+        if it fails, since what cannot be redacted is not kept."""
         try:
             if self.settings.redact:
                 value = redacted_json(msgspec.to_builtins(value), self.settings.redact, names=names)
-            return msgspec.json.encode(value).decode()
+            encoded = msgspec.json.encode(value)
         except (ValueError, RecursionError):
             if "REDACTION_FAILED" not in codes:
                 codes.append("REDACTION_FAILED")
             return None
+        if len(encoded) > MAX_TEXT:
+            codes.append(too_long)
+            return None
+        return encoded.decode()

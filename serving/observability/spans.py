@@ -6,10 +6,9 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from ..dialects.openai.replies import message
+from ..dialects.openai.span_values import SPAN_TYPES, choices_of, token_usage
 from ..interface.errors import RequestError
 from ..interface.reply import Choice
-from ..interface.request import SPAN_TYPES
 from .tracing import SpanRecord
 
 if TYPE_CHECKING:
@@ -56,12 +55,7 @@ def usage(record: SpanRecord) -> dict[str, int] | None:
     """Return MLflow's token usage, or None if the request was refused before anything ran."""
     if record.prompt_tokens is None:
         return None
-    found = {
-        "input_tokens": record.prompt_tokens,
-        "output_tokens": record.completion_tokens,
-        "total_tokens": record.prompt_tokens + record.completion_tokens,
-    }
-    return found | ({"cache_read_input_tokens": record.cached_tokens} if record.cached_tokens else {})
+    return token_usage(record.prompt_tokens, record.cached_tokens, record.completion_tokens)
 
 
 def model(record: SpanRecord) -> str:
@@ -72,10 +66,8 @@ def outputs(record: SpanRecord) -> Any:
     """Return the reply in OpenAI's form, which MLflow's UI shows as a conversation; None if content is not traced."""
     if record.replies is None:
         return None
-    chat = record.task == "chat"
-    shown = [({"message": message(choice)} if chat else {"text": choice.text}) for choice, _ in record.replies]
-    reasons = [reason for _, reason in record.replies]
-    choices = [{"index": i, **c, "finish_reason": reasons[i]} for i, c in enumerate(shown)]
+    shown = choices_of(record.task, (choice for choice, _ in record.replies))
+    choices = [{**one, "finish_reason": reason} for one, (_, reason) in zip(shown, record.replies, strict=True)]
     return {"model": model(record), "choices": choices}
 
 

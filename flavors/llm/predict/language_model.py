@@ -53,8 +53,8 @@ class TextStream(StreamedText):
 
     def __init__(self, session: Session, request: ValidRequest, asked: Mapping[str, Any]) -> None:
         super().__init__()
-        self._span = session.span_of(request, asked)
         self._pieces = session.pieces(request)
+        self._span = session.span_of(request, asked)
 
     def __iter__(self) -> Iterator[str]:
         with as_mlflow():

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ....serving.dialects.openai.replies import message
-from ....serving.interface.reply import Done, Piece, Reply
-from ....serving.interface.request import SPAN_TYPES, ValidRequest
-from ....serving.tasks.reply.generate import gather
+from ....serving.dialects.openai.span_values import SPAN_TYPES, choices_of, token_usage
+from ....serving.interface.reply import Done, Piece, Reply, Vector
+from ....serving.interface.request import ValidRequest
+from ....serving.tasks.reply.pieces import gather
 
 USAGE = "mlflow.chat.tokenUsage"
 
@@ -51,21 +51,18 @@ class AnswerSpan:
         """Note the token usage of a whole answer, and its choices if it is text."""
         if self._span is None:
             return
-        usage = reply.usage
-        found = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
-        cached = {"cache_read_input_tokens": usage.cached_tokens} if usage.cached_tokens else {}
-        self._span.set_attribute(USAGE, found | {"total_tokens": usage.total_tokens} | cached)
+        usage = token_usage(reply.usage.prompt_tokens, reply.usage.cached_tokens, reply.usage.completion_tokens)
+        self._span.set_attribute(USAGE, usage)
         if reply.choices:
-            chat = self._request.task == "chat"
-            shown = [{"message": message(one)} if chat else {"text": one.text} for one in reply.choices]
-            choices = [{"index": i, **one} for i, one in enumerate(shown)]
+            choices = choices_of(self._request.task, reply.choices)
             self._span.set_outputs({"model": self._request.model, "choices": choices})
 
     def see(self, piece: Piece) -> None:
         """Note a piece of a stream; the last one, ``Done``, makes the answer whole."""
         if self._span is None:
             return
-        self._seen.append(piece)
+        if not isinstance(piece, Vector):  # of which nothing is shown
+            self._seen.append(piece)
         if isinstance(piece, Done):
             self.took(gather(self._seen))
             self.end()

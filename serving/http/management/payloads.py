@@ -13,11 +13,11 @@ from ...dialects.base import JSON
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request, with_body
 from ...frontend.worker_state import WorkerState
-from ...interface.errors import InvalidField, NotFound
+from ...interface.errors import NotFound
 from ...metering.ledger.ledger import Ledger
-from ...metering.usage.payloads import Payload, Payloads, write_parquet
+from ...metering.usage.payloads import Payloads, write_parquet
 from ...metering.usage.reply_types import DeletedPayloads, PayloadPage
-from ..query_parameters import limit_of, parameters
+from ..query_parameters import limit_of, parameters, refuse_beside_export
 from ..route import Route
 from .attachments import PARQUET, attached
 from .paths import PAYLOADS
@@ -38,9 +38,7 @@ def get_payloads(server: WorkerState, request: Request) -> Answer:
     asked = parameters(request, QUERY)
     source, now_ms = Payloads(ledger.store), ledger.now_ms()
     if asked.get("format") == "parquet":
-        for name in ("limit", "cursor", "request_id"):
-            if name in asked:
-                raise InvalidField(name, asked[name], "no value with format=parquet: an export has every request")
+        refuse_beside_export(asked, ("limit", "cursor", "request_id"), "parquet", "request")
         return attached(
             "payloads.parquet", PARQUET, lambda file: write_parquet(source.rows(request.name, now_ms), file)
         )
@@ -51,7 +49,7 @@ def get_payloads(server: WorkerState, request: Request) -> Answer:
         cursor=asked.get("cursor"),
         request_id=asked.get("request_id"),
     )
-    return json_answer({"payloads": [_shown(row) for row in page], "next_cursor": cursor})
+    return json_answer({"payloads": list(map(msgspec.structs.asdict, page)), "next_cursor": cursor})
 
 
 def delete_payloads(server: WorkerState, request: Request) -> Answer:
@@ -65,10 +63,6 @@ def _ledger(server: WorkerState, request: Request) -> Ledger:
         raise NotFound("this server keeps no payload log; start it with --database")
     server.managed_endpoints().get(request.name, request.caller)  # which it may see
     return server.ledger
-
-
-def _shown(row: Payload) -> dict[str, Any]:
-    return msgspec.structs.asdict(row)
 
 
 ROUTES = (

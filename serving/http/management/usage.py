@@ -21,6 +21,7 @@ from ...metering.usage.export import csv_lines, write_parquet
 from ...metering.usage.filter import MAX_VERSION, filter_of, groups_of
 from ...metering.usage.reply_types import Bill, UsagePageInfo
 from ...metering.usage.usage import ALLOWED_GROUPS, MAX_PAGE, Usage, UsageFilter, bill
+from ..query_parameters import refuse_beside_export
 from ..route import Route
 from .attachments import PARQUET, attached, attachment
 from .paths import USAGE
@@ -70,9 +71,7 @@ def usage(source: Usage, caller: Caller, asked: Mapping[str, str]) -> Answer:
     if form not in FORMATS:
         raise InvalidField("format", form, "one of " + ", ".join(FORMATS))
     if form != "json":
-        for name in ("by", "limit", "cursor"):
-            if name in asked:
-                raise InvalidField(name, asked[name], f"no value with format={form}: an export has every row")
+        refuse_beside_export(asked, ("by", "limit", "cursor"), form, "row")
         return _csv(source, what) if form == "csv" else _parquet(source, what)
     if "by" in asked:
         return _sums(source, what, asked)

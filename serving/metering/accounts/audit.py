@@ -15,11 +15,11 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from ...interface.errors import InvalidField
+from ..store.cursors import number_of
 from ..store.store import Store
 from ..store.tables import audit
 
 MAX_PAGE = 1000
-MAX_ID = 2**63 - 1
 ACTIONS = (
     "endpoint.create",
     "endpoint.update_config",
@@ -124,7 +124,7 @@ class Audit:
             if getattr(what, name) is not None:
                 query = query.where(audit.c[name] == getattr(what, name))
         if cursor is not None:
-            query = query.where(audit.c.id < _from_cursor(cursor))
+            query = query.where(audit.c.id < number_of(cursor))
         query = query.order_by(audit.c.id.desc()).limit(limit + 1)
         rows = self._store.read(lambda connection: connection.execute(query).all())
         entries = tuple(_entry(row) for row in rows[:limit])
@@ -156,12 +156,6 @@ def prune(store: Store, days: int, *, by: Actor | None = None) -> int:
         )
         left = left - gone if gone else 0
     return total
-
-
-def _from_cursor(cursor: str) -> int:
-    if not (cursor.isascii() and cursor.isdigit()) or len(cursor) > 19 or int(cursor) > MAX_ID:
-        raise InvalidField("cursor", cursor, "a next_cursor of an earlier page")
-    return int(cursor)
 
 
 def _entry(row: sa.Row) -> AuditEntry:

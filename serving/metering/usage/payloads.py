@@ -13,16 +13,16 @@ from typing import IO, Any
 import sqlalchemy as sa
 from msgspec import Struct, structs
 
-from ...interface.errors import InvalidField
 from ...interface.payload_log import PayloadLog
 from ..accounts.audit import Actor, record
+from ..store.cursors import number_of
 from ..store.store import Store
 from ..store.tables import endpoints, payloads
 
 SLACK = 10
 """A bound that is exceeded is restored with a tenth of it free, so that not every write deletes."""
-BATCH_ROWS = 500
-MAX_NUMBER = 2**63 - 1
+BATCH_ROWS = 500  # deleted at once
+READ_ROWS = 50  # read at once: a row has up to two texts of ``MAX_TEXT`` bytes
 
 
 class Payload(Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class Payloads:
         if request_id is not None:
             query = query.where(payloads.c.request_id == request_id)
         if cursor is not None:
-            query = query.where(payloads.c.number < _from_cursor(cursor))
+            query = query.where(payloads.c.number < number_of(cursor))
         query = query.order_by(payloads.c.number.desc()).limit(limit + 1)
         found = self._store.read(lambda connection: connection.execute(query).all())
         next_cursor = str(found[limit - 1].number) if len(found) > limit else None
@@ -91,7 +91,7 @@ class Payloads:
         """Yield every request of an endpoint, the newest first, read in pages."""
         cursor = None
         while True:
-            page, cursor = self.page(endpoint, now_ms, limit=BATCH_ROWS, cursor=cursor)
+            page, cursor = self.page(endpoint, now_ms, limit=READ_ROWS, cursor=cursor)
             yield from page
             if cursor is None:
                 return
@@ -155,12 +155,6 @@ def _bound(connection: sa.Connection, endpoint: str, settings: PayloadLog) -> No
     connection.execute(sa.delete(payloads).where(payloads.c.number.in_(sa.select(ranked.c.number).where(beyond))))
 
 
-def _from_cursor(cursor: str) -> int:
-    if not (cursor.isascii() and cursor.isdigit()) or len(cursor) > 19 or int(cursor) > MAX_NUMBER:
-        raise InvalidField("cursor", cursor, "a next_cursor of an earlier page")
-    return int(cursor)
-
-
 def write_parquet(rows: Iterator[Payload], target: str | IO[bytes]) -> int:
     """Write requests as Parquet, in the columns of Databricks' inference tables, and return how many."""
     import pyarrow as pa
@@ -184,7 +178,7 @@ def write_parquet(rows: Iterator[Payload], target: str | IO[bytes]) -> int:
     )
     total = 0
     with pq.ParquetWriter(target, schema) as writer:
-        while batch := list(itertools.islice(rows, BATCH_ROWS)):
+        while batch := list(itertools.islice(rows, READ_ROWS)):
             columns = {
                 "request_date": [row.started_ms // 86_400_000 for row in batch],
                 "databricks_request_id": [row.request_id for row in batch],

@@ -12,6 +12,7 @@ from typing import Any
 import gevent
 import pytest
 from flask.testing import FlaskClient
+from gevent.event import Event
 
 from mlflow_llm.serving.endpoints.config import EndpointConfig
 from mlflow_llm.serving.endpoints.store import EndpointStore
@@ -22,6 +23,7 @@ from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import Unavailable
 from mlflow_llm.serving.interface.payload_log import MAX_TEXT, PayloadLog
+from mlflow_llm.serving.interface.reply import Choice, ReplyCall
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Store
 from mlflow_llm.serving.metering.usage.payloads import Payload, Payloads
 from mlflow_llm.serving.modes.pay_per_token import PayPerToken
@@ -166,6 +168,20 @@ def test_a_body_that_is_too_long_is_left_out(place: Place) -> None:
     assert long.response
 
 
+def test_a_body_that_redaction_makes_too_long_is_left_out() -> None:
+    """A pattern that replaces single characters multiplies a text: its length counts when it has been redacted."""
+    body = json.dumps({"prompt": "x" * (MAX_TEXT // 4)}).encode()
+    row = dataclasses.replace(captured(1), body=body, settings=PayloadLog(redact=("x",))).payload()
+    assert (row.request, row.codes) == (None, ("MAX_REQUEST_SIZE_EXCEEDED",))
+
+
+def test_arguments_of_calls_take_room() -> None:
+    """The size of a finished request counts what its tool calls say."""
+    call = ReplyCall(id="c", name="f", arguments="a" * 100)
+    choice = Choice(index=0, text="", finish_reason="tool_calls", calls=(call,))
+    assert dataclasses.replace(captured(1, 10), replies=[(choice, "tool_calls")]).size == 110
+
+
 def captured(number: int, size: int = 10) -> Captured:
     row = Payload(
         request_id=f"r{number}", endpoint="assistant", entity="m", adapter=None, tenant="t", key_id="k",
@@ -234,6 +250,24 @@ def test_closing_without_a_store_drops_and_counts(place: Place, monkeypatch: pyt
     place.queue.put(captured(1))
     place.queue.close(PATIENCE)
     assert dropped() - before == 1
+
+
+def test_closing_counts_what_is_being_written(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that does not end before the worker must is given up, and its requests are counted."""
+    begun, never = Event(), Event()
+
+    def stuck(*arguments: Any, **more: Any) -> None:
+        begun.set()
+        never.wait()
+
+    monkeypatch.setattr(place.payloads, "add", stuck)
+    before = dropped()
+    place.queue.start()
+    place.queue.put(captured(1))
+    assert begun.wait(PATIENCE)
+    place.queue.put(captured(2))
+    place.queue.close(0.01)
+    assert dropped() - before == 2
 
 
 def test_texts_are_for_managers(place: Place) -> None:
