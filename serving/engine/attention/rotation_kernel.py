@@ -29,23 +29,42 @@ def rotate(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     q_parts: tl.constexpr = (H + HEADS - 1) // HEADS
+    if part < q_parts:
+        turn_heads(
+            q, q_out, cos, sin, token, token, part * HEADS, q_head_stride, q_token_stride, H, HALF, HALF_PADDED, HEADS
+        )
+    else:
+        head = (part - q_parts) * HEADS
+        turn_heads(k, k_out, cos, sin, token, token, head, k_head_stride, k_token_stride, HKV, HALF, HALF_PADDED, HEADS)
+
+
+@triton.jit
+def turn_heads(
+    x: tl.tensor,
+    out: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    token: tl.tensor,
+    place: tl.tensor,
+    first: tl.tensor,
+    head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    H: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    """Rotate HEADS of a token's H heads from ``first`` on and write them to ``place`` of out [places, H, 2 * HALF]."""
     d = tl.arange(0, HALF_PADDED)
     inside = d < HALF
     at = token * (2 * HALF) + d
     cos_left, cos_right = tl.load(cos + at, mask=inside), tl.load(cos + at + HALF, mask=inside)
     sin_left, sin_right = tl.load(sin + at, mask=inside), tl.load(sin + at + HALF, mask=inside)
-    if part < q_parts:
-        head = part * HEADS + tl.arange(0, HEADS)
-        mask = (head < H)[:, None] & inside[None, :]
-        source = q + token * q_token_stride + head[:, None] * q_head_stride + d[None, :]
-        target = q_out + (token * H + head[:, None]) * (2 * HALF) + d[None, :]
-        turn(source, target, cos_left, cos_right, sin_left, sin_right, mask, HALF)
-    else:
-        head = (part - q_parts) * HEADS + tl.arange(0, HEADS)
-        mask = (head < HKV)[:, None] & inside[None, :]
-        source = k + token * k_token_stride + head[:, None] * k_head_stride + d[None, :]
-        target = k_out + (token * HKV + head[:, None]) * (2 * HALF) + d[None, :]
-        turn(source, target, cos_left, cos_right, sin_left, sin_right, mask, HALF)
+    head = first + tl.arange(0, HEADS)
+    mask = (head < H)[:, None] & inside[None, :]
+    source = x + token * token_stride + head[:, None] * head_stride + d[None, :]
+    target = out + (place * H + head[:, None]) * (2 * HALF) + d[None, :]
+    turn(source, target, cos_left, cos_right, sin_left, sin_right, mask, HALF)
 
 
 @triton.jit

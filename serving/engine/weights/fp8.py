@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -36,9 +36,10 @@ WIDTH_MULTIPLE = 16  # widths must be multiples of this for torch._scaled_mm on 
 CAPABILITY = (8, 9)  # Ada, the first with products in float8
 BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 64, 128, 4, 4  # of the kernel
 ROW_BLOCK_N, ROW_BLOCK_K, ROW_WARPS = 4, 1024, 2  # of the kernel for one row: the fastest of four on an H100
-MIN_STEPS = 4  # of a program, of BLOCK_K each: fewer would not hide the first loads
+MIN_STEPS = 4  # of a program: fewer would not hide the first loads
 ROW_BLOCK = 4096  # values of a row that are read at once when it is quantised
 PROGRAMS = 3 * 132  # the kernel's at least, if K is long enough: three for each multiprocessor of an H100
+EXAMPLE_WIDTHS = (528, 1024)  # one that fills no block, and one that is split into parts of whole blocks
 TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
 
 
@@ -155,15 +156,16 @@ def num_blocks(N: int) -> int:
     return -(-N // BLOCK_N)
 
 
-def split_of(N: int, K: int) -> int:
-    """Return into how many parts the kernel splits K, so that its programs occupy a device. It does not depend on the
-    number of rows, so that a row's sums do not either."""
+def split_of(N: int, K: int, step: int = BLOCK_K) -> int:
+    """Return into how many parts the kernel splits K, of which it reads ``step`` at once, so that its programs occupy a
+    device. It does not depend on the number of rows, so that a row's sums do not either."""
     split = 1
-    while num_blocks(N) * split < PROGRAMS and 2 * split * MIN_STEPS * BLOCK_K <= K:
+    while num_blocks(N) * split < PROGRAMS and 2 * split * MIN_STEPS * step <= K:
         split *= 2
     return split
 
 
+@cache
 def decoding(device: Any, dtype: torch.dtype) -> str:
     """Return how the kernel converts bytes to ``dtype`` on ``device`` (``fp8_kernel.py``); "native" is the fastest on
     an H100, by 3 to 9 %."""
@@ -268,24 +270,22 @@ def _differs(product: Any, device: Any, dtype: torch.dtype, counts: tuple[int, .
     """Return why ``product`` is not used, by an example; empty if it agrees. A device's compiler may be missing or
     wrong."""
     make = torch.Generator().manual_seed(0)
-    values, scale = quantize_rows(torch.randn(48, 528, generator=make).to(device))
-    bias, far = torch.randn(48, generator=make).to(device), 0.0
-    for count in counts:
-        x = torch.randn(count, 528, generator=make).to(device, dtype)
-        known = x if product is multiply else rounded(x)
-        try:
-            found = product(x, values, scale.flatten(), bias).float()
-        except Exception as error:  # from Triton's compiler, the C compiler that it needs, or the driver
-            why = f"it does not run: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            break
-        wanted = multiply_floats(known.float(), values, scale.flatten(), bias)
-        far = max(far, float((found - wanted).abs().max() / wanted.abs().max()))
-    else:
-        if far <= TOLERANCE.get(dtype, 0.02):
-            return ""
-        why = f"it differs from the reference by {far:.2g}"
-    logger.warning("fp8: %s is not used: %s", product.__name__, why)
-    return why
+    for width in EXAMPLE_WIDTHS:
+        values, scale = quantize_rows(torch.randn(48, width, generator=make).to(device))
+        bias = torch.randn(48, generator=make).to(device)
+        for count in counts:
+            x = torch.randn(count, width, generator=make).to(device, dtype)
+            known = x if product is multiply else rounded(x)
+            reason = triton_support.why_wrong(
+                partial(product, x, values, scale.flatten(), bias),
+                partial(multiply_floats, known.float(), values, scale.flatten(), bias),
+                TOLERANCE.get(dtype, 0.02),
+                "it",
+            )
+            if reason:
+                logger.warning("fp8: %s is not used: %s", product.__name__, reason)
+                return reason
+    return ""
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from ..devices import triton_support
+from .fp8 import BLOCK_N, num_blocks, split_of
 
 logger = logging.getLogger(__name__)
 FEW_ROWS = 64  # rows that a program of the kernel has room for
 MAX_CHUNK, MIN_CHUNK = 128, 32  # inputs that are read at once; a group is a multiple of them
-BLOCK_N, NUM_WARPS, NUM_STAGES = 64, 4, 4
-MIN_STEPS = 4  # chunks of a program: fewer would not hide the first loads
-PROGRAMS = 3 * 132  # as in fp8.py
+NUM_WARPS, NUM_STAGES = 4, 4
 TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
 
 
@@ -56,7 +55,7 @@ class Int4Weight:
         self.values = packed(values, self.group).to(device)
         self.scale, self.zero = (one.t().contiguous().to(device) for one in (scale, zero))
         self.bias = None if bias is None else bias.float()
-        self.finished = torch.zeros(-(-self.out_features // BLOCK_N), dtype=torch.int32, device=device)
+        self.finished = torch.zeros(num_blocks(self.out_features), dtype=torch.int32, device=device)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) <= self.few:
@@ -72,9 +71,7 @@ def multiply(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     from . import int4_kernel as kernel
 
     rows, N, K, chunk = len(x), weight.out_features, weight.in_features, chunk_of(weight.group)
-    blocks, split = -(-N // BLOCK_N), 1
-    while blocks * split < PROGRAMS and 2 * split * MIN_STEPS * chunk <= K:
-        split *= 2
+    blocks, split = num_blocks(N), split_of(N, K, chunk)
     out = torch.empty(rows, N, dtype=x.dtype, device=x.device)
     partial = torch.empty(split, rows, N, device=x.device) if split > 1 else out
     bias = out if weight.bias is None else weight.bias
@@ -93,7 +90,7 @@ def dequantize(weight: Int4Weight) -> torch.Tensor:
 
     N, K, chunk = weight.out_features, weight.in_features, chunk_of(weight.group)
     out = torch.empty(N, K, dtype=weight.dtype, device=weight.values.device)
-    kernel.dequantize[(-(-N // BLOCK_N), K // chunk)](
+    kernel.dequantize[(num_blocks(N), K // chunk)](
         weight.values, weight.scale, weight.zero, out, N, K, BLOCK_N=BLOCK_N, CHUNK=chunk, GROUP=weight.group
     )
     return out
@@ -105,7 +102,7 @@ def why_not(device: Any, dtype: torch.dtype, group: int) -> str:
         return why
     if not chunk_of(group):
         return f"groups of {group} inputs are not multiples of {MIN_CHUNK}"
-    return why_wrong(device, dtype)
+    return why_wrong(device, dtype, chunk_of(group))
 
 
 @cache
@@ -115,12 +112,12 @@ def report(why: str) -> None:
 
 
 @cache
-def why_wrong(device: Any, dtype: torch.dtype) -> str:
+def why_wrong(device: Any, dtype: torch.dtype, chunk: int) -> str:
     make = torch.Generator().manual_seed(0)
-    values = torch.randint(0, 16, (72, 1024), dtype=torch.uint8, generator=make)
+    values = torch.randint(0, 16, (72, 8 * chunk), dtype=torch.uint8, generator=make)
     zero = torch.randint(0, 16, (72, 8), dtype=torch.uint8, generator=make)
     scale, bias = torch.rand(72, 8, generator=make), torch.randn(72, generator=make).to(device)
-    x = torch.randn(FEW_ROWS, 1024, generator=make).to(device, dtype)
+    x = torch.randn(FEW_ROWS, 8 * chunk, generator=make).to(device, dtype)
     exact = ((values.float().view(72, 8, -1) - zero[..., None]) * scale[..., None]).flatten(1).to(device)
     weight = Int4Weight(values, scale, zero, bias, dtype, device)
     tolerance = TOLERANCE.get(dtype, 0.02)

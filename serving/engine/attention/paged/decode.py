@@ -5,13 +5,12 @@ bits alone and in any batch."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ...devices import triton_support
 from ..kv_cache import AttentionArgs
 from ..slot_attention import attend_unfused
 from . import kernel_trial
@@ -43,11 +42,7 @@ def why_not(k: Any, v: Any, group: int) -> str:
     they do."""
     if not is_wide(k, v, group):
         return kernel_trial.why_not(k, v, group, probe)
-    if reason := triton_support.why_disabled(k.device):
-        return reason
-    if max(k.shape[-1], v.shape[-1]) > MAX_WIDE_HEAD_DIM:
-        return f"head size {k.shape[-1]} exceeds what the kernel supports"
-    return probe(k.device, k.dtype, k.shape[1], group, k.shape[-1], v.shape[-1], is_shared(k, v))
+    return kernel_trial.why_not(k, v, group, partial(probe, shared=is_shared(k, v)), MAX_WIDE_HEAD_DIM, group)
 
 
 def is_wide(k: Any, v: Any, group: int) -> bool:

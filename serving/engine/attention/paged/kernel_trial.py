@@ -19,12 +19,14 @@ Probe = Callable[[Any, Any, int, int, int, int], str]
 """A function that tries a kernel: device, dtype, block size, heads per KV head, key and value dimension → why not."""
 
 
-def why_not(k: Any, v: Any, group: int, probe: Probe) -> str:
+def why_not(
+    k: Any, v: Any, group: int, probe: Probe, max_head_dim: int = MAX_HEAD_DIM, max_group: int = MAX_GROUP_HEADS
+) -> str:
     """Return why a kernel does not run over blocks like ``k`` and ``v`` with ``group`` query heads per KV head; "" if
     it does."""
     if reason := triton_support.why_disabled(k.device):
         return reason
-    if max(k.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or group > MAX_GROUP_HEADS:
+    if max(k.shape[-1], v.shape[-1]) > max_head_dim or group > max_group:
         return f"head size {k.shape[-1]} with {group} query heads per KV head exceeds what the kernel supports"
     return probe(k.device, k.dtype, k.shape[1], group, k.shape[-1], v.shape[-1])
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rotation_kernel import turn
+from ..rotation_kernel import turn_heads
 
 
 @triton.jit
@@ -71,24 +71,17 @@ def rotate_and_write(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     q_parts: tl.constexpr = (H + HEADS - 1) // HEADS
-    d = tl.arange(0, HALF_PADDED)
-    inside = d < HALF
-    at = token * (2 * HALF) + d
-    cos_left, cos_right = tl.load(cos + at, mask=inside), tl.load(cos + at + HALF, mask=inside)
-    sin_left, sin_right = tl.load(sin + at, mask=inside), tl.load(sin + at + HALF, mask=inside)
     if part < q_parts:
-        head = part * HEADS + tl.arange(0, HEADS)
-        mask = (head < H)[:, None] & inside[None, :]
-        source = q + token * q_token_stride + head[:, None] * q_head_stride + d[None, :]
-        target = q_out + (token * H + head[:, None]) * (2 * HALF) + d[None, :]
-        turn(source, target, cos_left, cos_right, sin_left, sin_right, mask, HALF)
+        turn_heads(
+            q, q_out, cos, sin, token, token, part * HEADS, q_head_stride, q_token_stride, H, HALF, HALF_PADDED, HEADS
+        )
     else:
         place = tl.load(indexes + token)
-        head = (part - q_parts) * HEADS + tl.arange(0, HEADS)
-        mask = (head < HKV)[:, None] & inside[None, :]
-        source = k + token * k_token_stride + head[:, None] * k_head_stride + d[None, :]
-        target = k_blocks + (place * HKV + head[:, None]) * (2 * HALF) + d[None, :]
-        turn(source, target, cos_left, cos_right, sin_left, sin_right, mask, HALF)
+        first = (part - q_parts) * HEADS
+        turn_heads(
+            k, k_blocks, cos, sin, token, place, first, k_head_stride, k_token_stride, HKV, HALF, HALF_PADDED, HEADS
+        )
+        head = first + tl.arange(0, HEADS)
         dv = tl.arange(0, DV_PADDED)
         wanted = (head < HKV)[:, None] & (dv < DV)[None, :]
         values = tl.load(v + token * v_token_stride + head[:, None] * v_head_stride + dv[None, :], mask=wanted)

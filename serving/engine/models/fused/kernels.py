@@ -20,6 +20,29 @@ def quantize_row(
 
 
 @triton.jit
+def write_normed(
+    x: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    q: tl.tensor,
+    q_scale: tl.tensor,
+    row: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    eps: tl.tensor,
+    N: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+) -> None:
+    """Do what ``rms_norm`` does with the values x of a row."""
+    values = x.to(tl.float32)
+    root = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
+    y = ((values * root).to(x.dtype) * tl.load(weight + at, mask=inside, other=0.0)).to(out.dtype.element_ty)
+    tl.store(out + row * N + at, y, mask=inside)
+    if QUANTIZE:
+        quantize_row(y, q, q_scale, row, at, N)
+
+
+@triton.jit
 def rms_norm(
     x: tl.tensor,
     weight: tl.tensor,
@@ -36,13 +59,8 @@ def rms_norm(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     inside = at < N
-    values = tl.load(x + row * N + at, mask=inside, other=0.0).to(tl.float32)
-    root = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
-    normed = (values * root).to(x.dtype.element_ty)
-    y = (normed * tl.load(weight + at, mask=inside, other=0.0)).to(out.dtype.element_ty)
-    tl.store(out + row * N + at, y, mask=inside)
-    if QUANTIZE:
-        quantize_row(y, q, q_scale, row, at, N)
+    values = tl.load(x + row * N + at, mask=inside, other=0.0)
+    write_normed(values, weight, out, q, q_scale, row, at, inside, eps, N, QUANTIZE)
 
 
 @triton.jit
@@ -67,13 +85,7 @@ def add_rms_norm(
     left = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     rounded = (left + tl.load(more + place, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
     tl.store(total + place, rounded, mask=inside)
-    values = rounded.to(tl.float32)
-    root = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
-    normed = (values * root).to(x.dtype.element_ty)
-    y = (normed * tl.load(weight + at, mask=inside, other=0.0)).to(out.dtype.element_ty)
-    tl.store(out + place, y, mask=inside)
-    if QUANTIZE:
-        quantize_row(y, q, q_scale, row, at, N)
+    write_normed(rounded, weight, out, q, q_scale, row, at, inside, eps, N, QUANTIZE)
 
 
 @triton.jit

@@ -56,6 +56,8 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         "share_within",
         "time_of",
         "turn",
+        "turn_heads",
+        "write_normed",
         "words",
     }  # by others
     assert set(done.stdout.split()) == functions - called

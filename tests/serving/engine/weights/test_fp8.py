@@ -191,6 +191,16 @@ def test_a_failing_or_wrong_product_is_not_used(
     assert "no compiler" in caplog.text
 
 
+@pytest.mark.usefixtures("_kernels")
+def test_a_product_that_is_no_number_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that gives NaN is not taken for one that agrees, nor is one that fails where K is split."""
+    own = fp8.multiply
+    monkeypatch.setattr(fp8, "multiply", lambda x, *more: own(x, *more) * (float("nan") if x.shape[1] == 1024 else 1.0))
+    assert "few rows are multiplied as floats: it differs from the reference by nan" in fp8.reason(
+        FP8, DEVICE, torch.float32
+    )
+
+
 def core_of(bundle: Bundle, **more: Any) -> EngineCore:
     own = {"quantization": "fp8", "device": "cpu", "kernels": "torch", "kv_block_size": 16, "kv_cache_memory": 1 << 24}
     return EngineCore(bundle, EngineSettings(**{**own, "max_num_seqs": 8, "max_num_batched_tokens": 128, **more}))
