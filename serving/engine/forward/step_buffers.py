@@ -71,11 +71,12 @@ class StepBuffers:
             wider[:, : self._host.shape[1]] = self._host
             self._host = wider
         for i in changed:
-            self._known[i] = list(tables[i])
             self._host[i, : len(tables[i])] = [block.index for block in tables[i]]
-        for i in emptied:
-            self._known[i] = []
-            self._host[i, 0] = PADDING
+        self._host[emptied, 0] = PADDING
         new = staging(self._size * width, torch.int32, self._cache.device).view(self._size, width)
         new.numpy()[:] = self._host[:, :width]
         self.tables.block_tables[:, :width].copy_(new.to(self._cache.device, non_blocking=True))
+        for i in changed:  # last: if there was no memory for a copy, the next step copies
+            self._known[i] = list(tables[i])
+        for i in emptied:
+            self._known[i] = []

@@ -21,7 +21,7 @@ from ..constraints.logits_processors import ANY
 from ..devices.transfers import constant, upload
 from ..scheduling.sequence import SequenceState
 from . import device_sampling
-from .sampler import has_penalties
+from .sampler import forbids_stops, has_penalties
 from .token_counts import TokenCounts
 
 BLOCK = 2048
@@ -59,7 +59,7 @@ class Adjuster:
         }
         if not biases:
             return logits
-        logits = logits.float().clone()
+        logits = logits.to(torch.float32, copy=True)
         for i, processors in biases.items():
             logits[i] += processors.bias_on(logits.device)
         return logits
@@ -120,13 +120,6 @@ class Adjuster:
             if sum(map(len, places)):
                 self._fixed = (upload(np.concatenate(places), like.device), upload(np.concatenate(values), like.device))
         return self._fixed
-
-
-def forbids_stops(sequence: SequenceState, position: int) -> bool:
-    """Return whether the token at ``position`` may not be a stop token."""
-    p = sequence.sampling
-    count = position - sequence.num_prompt + 1
-    return p.min_tokens > 0 and bool(p.stop_token_ids) and not sequence.stop_rule.may_stop(count)
 
 
 def penalize(logits: Any, words: Any, slots: Any, penalties: Any) -> Any:

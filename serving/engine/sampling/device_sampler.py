@@ -11,9 +11,18 @@ import torch
 
 from ..devices.transfers import constant, upload
 from ..scheduling.sequence import NO_ALLOWED_TOKEN, Sampled, SamplePosition, SequenceState
-from .adjustment import Adjuster, forbids_stops
+from .adjustment import Adjuster
 from .greedy import greedy_tokens
-from .sampler import NEEDS_FULL_SORT, draw_unread, has_logit_changes, listed, restrict, sample, score
+from .sampler import (
+    NEEDS_FULL_SORT,
+    draw_unread,
+    forbids_stops,
+    has_logit_changes,
+    listed,
+    restrict,
+    sample,
+    score,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,17 +81,19 @@ def _is_settled(largest: int, sequence: SamplePosition) -> bool:
     p = sequence.sampling
     if p.temperature != 0.0 or p.grammar is not None or has_logit_changes(sequence):
         return False
-    return not _forbids_stops(sequence) or largest not in p.stop_token_ids
+    return not forbids_stops(sequence, sequence.num_tokens) or largest not in p.stop_token_ids
 
 
 def is_adjusted(sequence: SamplePosition) -> bool:
     """Return whether ``adjust`` changes the logits of a sequence."""
-    return has_logit_changes(sequence) or _forbids_stops(sequence)
+    return has_logit_changes(sequence) or forbids_stops(sequence, sequence.num_tokens)
 
 
-def _forbids_stops(sequence: SamplePosition) -> bool:
+def forbids_stops(sequence: SamplePosition, position: int) -> bool:
+    """Return whether the token at ``position`` may not be a stop token."""
     p = sequence.sampling
-    return p.min_tokens > 0 and bool(p.stop_token_ids) and not sequence.stop_rule.may_stop(sequence.num_generated + 1)
+    count = position - sequence.num_prompt + 1
+    return p.min_tokens > 0 and bool(p.stop_token_ids) and not sequence.stop_rule.may_stop(count)
 
 
 def has_logit_changes(sequence: SamplePosition) -> bool:
@@ -412,7 +414,7 @@ def adjust(logits: Any, sequences: Sequence[SamplePosition]) -> None:
             logits[i, _index(np.array(biased), logits)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
         if processors is not None and len(forbidden := processors.forbidden(sequence.tokens)):
             logits[i, _index(forbidden[forbidden < V], logits)] = float("-inf")
-        if _forbids_stops(sequence):
+        if forbids_stops(sequence, sequence.num_tokens):
             stops = [t for t in p.stop_token_ids if 0 <= t < logits.shape[-1]]
             if sequence.grammar_state is not None:
                 stops = list(sequence.grammar_state.stops_to_forbid(stops))
