@@ -13,7 +13,6 @@ Results are a table, and JSON beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -27,6 +26,7 @@ import msgspec
 from gpu_parts import inputs, table
 from gpu_parts.plan import FOLDERS, PARTS, Contender, Plan, Record
 from gpu_parts.processes import Beside, Runner, in_a_process, serve_records
+from report import shown, versions, write
 
 CONTENDERS = {  # imported where they run: most of them import torch
     "inputs": "inputs:make",
@@ -85,9 +85,9 @@ class Run:
         if parts & {"prefill", "decode", "features", "profile"}:
             found = self.take("ours", seconds=150)
             if "decode" in parts and any(record.get("ahead") for record in found):
-                self.take("not ahead", plan.but(async_scheduling="none", parts=("decode",)), 60)
+                self.take("not ahead", plan.but(by="not ahead", async_scheduling="none", parts=("decode",)), 60)
         if parts & {"prefill", "decode"}:
-            self.take("fp8", plan.but(quantization="fp8", parts=("prefill", "decode")), 90)
+            self.take("fp8", plan.but(by="fp8", quantization="fp8", parts=("prefill", "decode")), 90)
         if "http" in parts:
             self.take("http", seconds=100)
         if "peers" in parts:
@@ -113,18 +113,11 @@ def installed(name: str) -> bool:
 
 def machine(device: str) -> dict[str, Any]:
     """Return the device and the versions of what runs on it."""
-    from importlib.metadata import PackageNotFoundError, version
-
     import torch
 
     found: dict[str, Any] = {"device": "CPU" if device == "cpu" else torch.cuda.get_device_name(device)}
     found["processors"] = os.cpu_count()
-    for name in ("torch", "triton", "transformers", "huggingface_hub", "peft", "llguidance", "vllm"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return found | versions("torch", "triton", "transformers", "huggingface_hub", "peft", "llguidance", "vllm")
 
 
 def read(arguments: list[str] | None) -> argparse.Namespace:
@@ -190,18 +183,13 @@ def main(arguments: list[str] | None = None, run: Runner = in_a_process) -> int:
         args.json.with_suffix(".tests.txt").write_text(log)
     command = "bash benchmarks/gpu.sh " + shlex.join(shown(arguments if arguments is not None else sys.argv[1:]))
     found = {"command": command.strip(), "machine": machine(args.device), "seconds": round(seconds), "records": records}
-    args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    write(args.json, found)
     print(heading(plan, records))
     print(table.Table(plan, config, records).text())
     print("\n".join(table.notes(records)))
     print(table.kernels(records))
     print(f"{seconds:.0f} s; {args.json.name}")
     return int(any(failed(record) for record in records))
-
-
-def shown(arguments: list[str]) -> list[str]:
-    """Return arguments without the machine's folders, which are private."""
-    return [Path(one).name if os.path.isabs(one) else one for one in arguments]
 
 
 def heading(plan: Plan, records: list[Record]) -> str:

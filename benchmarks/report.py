@@ -26,20 +26,25 @@ def machine() -> dict[str, Any]:
         if line.startswith("model name"):
             cpu = line.split(":", 1)[1].strip()
             break
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return {
         "cpu": cpu,
         "flags": [flag for flag in FLAGS if flag in said.split()],
         "cores": len(psutil.Process().cpu_affinity()),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
-        "packages": found,
+        "packages": versions(*PACKAGES),
     }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -61,10 +66,19 @@ def _cell(value: Any) -> str:
 
 def publish(name: str, rows: list[dict[str, Any]], *, show: str | None = None, **notes: Any) -> None:
     """Print the table, or ``show``, and write ``results/<name>.json``."""
-    # The location of weights on this machine is private: a folder shows by its name alone.
-    arguments = [Path(a).name if os.path.isabs(a) else a for a in sys.argv[1:]]
-    command = "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, arguments)])
+    command = "python " + " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, shown(sys.argv[1:]))])
     print(table(rows) if show is None else show, flush=True)
     RESULTS.mkdir(exist_ok=True)
     data = {"command": command, "machine": machine(), **notes, "rows": rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    write(RESULTS / f"{name}.json", data)
+
+
+def shown(arguments: list[str]) -> list[str]:
+    """Return arguments without the folders of this machine, which are private: each shows by its name alone."""
+    pairs = (one.rpartition("=") if one.startswith("--") else ("", "", one) for one in arguments)
+    return [f"{option}{sign}{Path(value).name if os.path.isabs(value) else value}" for option, sign, value in pairs]
+
+
+def write(file: Path, data: dict[str, Any]) -> None:
+    """Write results as JSON that a diff can be read of."""
+    file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")

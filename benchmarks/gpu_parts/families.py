@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .plan import Plan, Record
+from .plan import Plan, Record, in_blocks
 
 TESTS = Path(__file__).parents[2] / "tests"
 LENGTHS = (1, 3, 40, 9, 23, 17)
@@ -51,9 +51,13 @@ def compare(config: Any, device: str) -> Record:
     tiny, runs = of_tests("tiny_models"), of_tests("engine_runs")
     model = tiny.make_model(config)
     asked = [tiny.prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
-    more: dict[str, Any] = {"kv_block_size": 16, "kernels": "torch"} if device == "cpu" else {}
     settings = EngineSettings(
-        max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory=1 << 24, device=device, dtype="float32", **more
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        kv_cache_memory=1 << 24,
+        device=device,
+        dtype="float32",
+        **in_blocks(device),
     )
     with tempfile.TemporaryDirectory() as folder:
         bundle = tiny.save_bundle(model, Path(folder))

@@ -43,8 +43,7 @@ def main(device: str) -> int:
     import torch
 
     if device != "cpu" and not torch.cuda.is_available():
-        where = "a build of torch with CUDA is on https://download.pytorch.org/whl"
-        print(f"torch finds no CUDA device here: nothing can be run ({where})")
+        print("torch finds no CUDA device here, or was built without CUDA: nothing can be run")
         return 2
     return 0
 

@@ -26,16 +26,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 GRAMMAR, MIXED = "JSON grammar", f"{len(ADAPTERS)} adapters"
 
 
-def name_of(plan: Plan) -> str:
-    """Return the contender's name in records."""
-    if plan.quantization != "none":
-        return plan.quantization
-    return "ours" if plan.async_scheduling == "auto" else "not ahead"
-
-
 def run(plan: Plan) -> Iterator[Record]:
     """Yield the figures of the plan's parts ``prefill``, ``decode``, ``features`` and ``profile``."""
-    by = name_of(plan)
+    by = plan.by
     if by == "ours":
         yield {"part": "device", "copies": copy_speed(plan.device), "matrix": matrix_rate(plan.device)}
         free(plan.device)

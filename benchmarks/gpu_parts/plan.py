@@ -25,6 +25,11 @@ FOLDERS = (  # of tests that run on a device; ``engine`` has more, which are of 
 )
 
 
+def in_blocks(device: str) -> dict[str, Any]:
+    """Return the settings that keep KV in blocks on a CPU too."""
+    return {"kv_block_size": 16, "kernels": "torch"} if device == "cpu" else {}
+
+
 class Plan(Struct, frozen=True, kw_only=True):
     """The arguments of a run. ``folder`` holds weights, tokenizers and adapters of each size; ``prefills`` are numbers
     of prompts and their length; ``families`` () means all; ``share`` is the part of them that a process runs."""
@@ -32,6 +37,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     size: str
     device: str
     folder: str
+    by: str = "ours"  # the contender's name in records
     model: str = ""  # a checkpoint instead of random weights
     parts: tuple[str, ...] = PARTS
     sequences: tuple[int, ...] = (1, 8, 32, 128)
@@ -74,14 +80,15 @@ class Plan(Struct, frozen=True, kw_only=True):
     def settings(self, **more: Any) -> EngineSettings:
         """Return the settings of an engine for all sequences of the plan: the defaults of the device but for their
         number. On a CPU, KV is in blocks there too."""
-        on_cpu = {"kv_block_size": 16, "kernels": "torch"} if self.on_cpu else {}
         own = {
             "quantization": self.quantization,
             "async_scheduling": self.async_scheduling,
             "cuda_graphs": self.cuda_graphs,
         }
         count = max(*self.sequences, *(count for count, _ in self.prefills), self.batch)
-        return EngineSettings.read({"device": self.device, "max_num_seqs": count, **own, **on_cpu, **more})
+        return EngineSettings.read(
+            {"device": self.device, "max_num_seqs": count, **own, **in_blocks(self.device), **more}
+        )
 
     def but(self, **changes: Any) -> Plan:
         return msgspec.structs.replace(self, **changes)

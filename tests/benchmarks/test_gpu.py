@@ -72,10 +72,16 @@ def test_prompts_decoding_features_and_kernels(folder: Path) -> None:
 
 def test_weights_in_fp8(folder: Path) -> None:
     """The contender with weights in fp8 says by which products it ran."""
-    chosen = plan(folder).but(quantization="fp8", parts=("decode",), sequences=(1,))
+    chosen = plan(folder).but(by="fp8", quantization="fp8", parts=("decode",), sequences=(1,))
     engine, step = ours.run(chosen)
     assert (step["by"], step["count"]) == ("fp8", 1)
     assert "few rows are multiplied as floats" in engine["reasons"][-1]
+
+
+def test_a_run_without_steps_launched_ahead_is_ours(folder: Path) -> None:
+    """A run that asks for no asynchronous scheduling has the device's speeds and our figures under our name."""
+    device, _, step = ours.run(plan(folder).but(async_scheduling="none", parts=("decode",), sequences=(1,)))
+    assert (device["part"], step["by"]) == ("device", "ours")
 
 
 def test_a_feature_that_fails_is_said_and_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
