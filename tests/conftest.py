@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from browsers import chromium
 from shared_servers import SERVERS, TOGETHER, SharedServers
 
 if TYPE_CHECKING:  # xdist's controller loads this module too, and runs no tests
+    from playwright.sync_api import Browser
+
     from mlflow_llm.serving.interface.bundle import Bundle
 
 # A shell without job control, which is what runs many a CI, starts background commands with SIGINT ignored; every
@@ -155,6 +158,12 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: p
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(exist_ok=True)  # keeps its name from being reused: MLflow caches stores by path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture(scope="session", autouse=True)

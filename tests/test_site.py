@@ -8,19 +8,18 @@ from __future__ import annotations
 import functools
 import http.server
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from browsers import PATIENCE_MS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 SITE = os.environ.get("MLFLOW_LLM_SITE", "")
-PATIENCE_MS = 240_000
 pytestmark = [
     pytest.mark.skipif(not SITE, reason="MLFLOW_LLM_SITE does not name a built site"),
     pytest.mark.timeout(900),
@@ -49,18 +48,6 @@ def address() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("Chromium is not installed (apt-get install chromium)")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def test_every_page_fits_and_asks_no_other_host(browser: Browser, address: str) -> None:

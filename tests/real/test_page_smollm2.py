@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from browsers import PATIENCE_MS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
-PATIENCE_MS = 240_000
 CITIES = ["Oslo", "Paris"]
 TOOL = {
     "type": "function",
@@ -33,17 +31,11 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def page(url: str) -> Iterator[Page]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("Chromium is not installed (apt-get install chromium)")
+def page(url: str, browser: Browser) -> Page:
     playwright.expect.set_options(timeout=PATIENCE_MS)
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        yield page
-        browser.close()
+    page = browser.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    return page
 
 
 def begin(page: Page, url: str, **fields: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from ....serving.interface.bundle import Bundle, EmbeddingSpec
 from ....serving.interface.errors import PackagingError, reason
 from ....serving.interface.settings import EngineSettings
 from .first_layers import write_first_layers
+from .meta_model import count
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def _read_head(skeleton: Any, bundle: Bundle) -> None:
 
 
 def _is_large(skeleton: Any) -> bool:
-    return sum(parameter.numel() for parameter in skeleton.parameters()) > MAX_TRIAL_PARAMETERS
+    return count(skeleton) > MAX_TRIAL_PARAMETERS
 
 
 def _try(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ....serving.engine.models.sentence_files import transformer_dir
+from .meta_model import count
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
 TOKENS = 1024  # more than the engine's comparison uses
@@ -66,8 +67,9 @@ def _part(auto_class: Any, config: Any, limit: int, **options: Any) -> FirstLaye
     import torch
 
     with torch.device("meta"):
-        model = auto_class.from_config(copy.deepcopy(config), **options)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+        # eager, as in ``meta_model.build``
+        model = auto_class.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
+    parameters = count(model)
     if parameters <= limit:
         return FirstLayers(config.num_hidden_layers, None)
     rows, width = model.get_input_embeddings().weight.shape

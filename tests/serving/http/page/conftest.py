@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from browsers import PATIENCE_MS
 from instant_model import write_instant_model
 from serving_process import GATED_CORE, Running, running
 from stores import empty_store
@@ -17,7 +17,6 @@ from mlflow_llm.serving.interface.payload_log import PayloadLog
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
-PATIENCE_MS = 240_000
 # MLflow's registry is asked in the worker, since a process for each question takes seconds to import MLflow
 PROMPTS = """
 import os
@@ -26,18 +25,6 @@ os.environ["MLFLOW_TRACKING_URI"] = {store!r}
 os.environ.pop("MLFLOW_REGISTRY_URI", None)
 prompt_registry._ask = lambda question, timeout: prompt_process.answer(question)
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("Chromium is not installed (apt-get install chromium)")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import json
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+from browsers import PATIENCE_MS
 from playwright.sync_api import expect
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
     from serving_process import Running
 
-PATIENCE_MS = 240_000
 expect.set_options(timeout=PATIENCE_MS)
 
 
