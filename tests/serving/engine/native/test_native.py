@@ -599,6 +599,7 @@ def test_native_draws_within_masks_equal_torchs(
             sampling=held if i % 4 else plain,
             stop_rule=StopRule(plain),
             seed=i,
+            num_prompt=11 * i,
             num_tokens=11 * i,
             num_generated=0,
             grammar_state=SimpleNamespace(allowed=masks[i]) if i % 4 else None,
