@@ -71,7 +71,7 @@ DIED = pytest.StashKey[bool]()
 def pytest_configure(config: pytest.Config) -> None:
     """Set a cache for the run, so that models packed by one test process are mapped by the others."""
     if not hasattr(config, "workerinput"):  # before xdist starts its workers, which inherit the environment
-        config.stash[CACHE] = made = tempfile.TemporaryDirectory(prefix="mlx-", ignore_cleanup_errors=True)
+        config.stash[CACHE] = made = tempfile.TemporaryDirectory(prefix="mlflow-llm-", ignore_cleanup_errors=True)
         os.environ["MLFLOW_LLM_CACHE"] = made.name
     if not config.getoption("numprocesses", None):  # this process runs tests itself
         gc.disable()  # nothing of what it imports and collects is garbage: a seventh of that time
@@ -192,7 +192,7 @@ def shared_servers(runtime_of_its_own: None) -> Iterator[SharedServers]:
 def runtime_of_its_own() -> Iterator[None]:
     """Use a runtime directory of its own: engines are shared by all processes of a user, also of parallel tests."""
     with (
-        tempfile.TemporaryDirectory(prefix="mlx-", ignore_cleanup_errors=True) as place,
+        tempfile.TemporaryDirectory(prefix="mlflow-llm-", ignore_cleanup_errors=True) as place,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("XDG_RUNTIME_DIR", place)

@@ -50,7 +50,7 @@ def load_draft_model(
     num_tokens = min(
         MAX_STEP_ROWS * loaded.max_model_len, memory // MEMORY_DIVISOR // token_bytes(loaded.layers, **loaded.kept)
     )
-    longest = min(loaded.max_model_len, large.max_model_len)
+    max_model_len = min(loaded.max_model_len, large.max_model_len)
     by_reference = loaded.decoder is not None
     if num_tokens < 1:
         raise PackagingError(f"draft_model: {draft.uri}: kv_cache_memory, {memory} bytes, leaves no room for it")
@@ -59,7 +59,7 @@ def load_draft_model(
             loaded.layers,
             num_slots=(1 + MAX_SHARED_SLOTS if by_reference else 2) * MAX_STEP_ROWS,
             num_tokens=num_tokens,
-            max_model_len=longest,
+            max_model_len=max_model_len,
             device=loaded.device,
             prefix_caching=settings.prefix_caching,
             by_reference=by_reference,
@@ -73,7 +73,7 @@ def load_draft_model(
         _step_forward(loaded, cache),
         cache,
         vocab_size=loaded.vocab_size,
-        max_model_len=longest,
+        max_model_len=max_model_len,
         width=large.vocab_size,
         cost=cost,
         max_tokens=max_tokens,

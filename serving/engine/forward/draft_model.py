@@ -51,7 +51,8 @@ class DraftModel:
     """A model that proposes drafts. Only the engine's thread may use it.
 
     ``vocab_size`` and ``max_model_len`` are the draft model's own; ``width`` is the number of the large model's logits.
-    ``cost`` is the cost of a step relative to the large model's, ``max_tokens`` the most tokens in a step."""
+    ``cost`` is the cost of a step relative to the large model's, ``max_tokens`` the maximum number of tokens in a
+    step."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class DraftModel:
             return [sequence.tokens[:0] for sequence, _ in wanted]
 
     def _propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[TokenIds]:
-        most = {s.id: min(count, self._max_model_len - s.num_tokens) for s, count in wanted}
-        ready = self._read([s for s, _ in wanted if most[s.id] > 0 and self._has_room(s, most[s.id])])
+        room = {s.id: min(count, self._max_model_len - s.num_tokens) for s, count in wanted}
+        ready = self._read([s for s, _ in wanted if room[s.id] > 0 and self._has_room(s, room[s.id])])
         found: dict[int, list[int]] = {known.sequence.id: [] for known, _ in ready}
         while ready:
             places = [GuessedPosition(known.sequence, len(found[known.sequence.id])) for known, _ in ready]
@@ -95,18 +96,18 @@ class DraftModel:
             going = [
                 known
                 for (known, _), place, token in zip(ready, places, tokens, strict=True)
-                if self._takes(known, place, token, found[known.sequence.id], most[known.sequence.id])
+                if self._takes(known, place, token, found[known.sequence.id], room[known.sequence.id])
             ]
             ready = self._step(going, found)
         return [np.array(found.get(sequence.id, ()), dtype=np.int32) for sequence, _ in wanted]
 
-    def _takes(self, known: _Known, place: DraftedPosition, token: int, drafts: list[int], most: int) -> bool:
+    def _takes(self, known: _Known, place: DraftedPosition, token: int, drafts: list[int], room: int) -> bool:
         """Note a drafted token; return whether another is to follow it."""
         if not 0 <= token < self._vocab_size:
             return False
         drafts.append(token)
         known.sequence.draft(np.array(drafts, dtype=np.int32))  # the next place looks for them there
-        return len(drafts) < most and not place.stop_rule.is_stop(token, place.num_generated + 1)
+        return len(drafts) < room and not place.stop_rule.is_stop(token, place.num_generated + 1)
 
     def _step(self, going: Sequence[_Known], found: dict[int, list[int]]) -> list[tuple[_Known, torch.Tensor]]:
         """Run the last draft of each sequence; return the logits after it."""
@@ -164,8 +165,8 @@ class DraftModel:
             return logits[:, : self._width].contiguous()
         return torch.nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))
 
-    def _has_room(self, sequence: SequenceState, most: int) -> bool:
-        """Reserve KV for the sequence and ``most`` drafts; return whether there is room."""
+    def _has_room(self, sequence: SequenceState, num_drafts: int) -> bool:
+        """Reserve KV for the sequence and ``num_drafts`` drafts; return whether there is room."""
         known = self._known.get(sequence.id)
         if known is None:
             # the draft model has no adapters, so the sequence's does not matter
@@ -174,7 +175,7 @@ class DraftModel:
             if cached is None:
                 return False
             known = self._known[sequence.id] = _Known(sequence, cached, sequence.tokens[:0])
-        return self.cache.grow(sequence.id, sequence.num_tokens + most)
+        return self.cache.grow(sequence.id, sequence.num_tokens + num_drafts)
 
     def _look_back(self) -> None:
         """Keep the last drafts that were accepted, and release sequences that no longer run."""

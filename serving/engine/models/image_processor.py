@@ -38,7 +38,7 @@ def load_processor(model_dir: str | Path, tokenizer_dir: str | Path) -> Any:
         raise PackagingError("images need Pillow: pip install 'mlflow-llm[images]'") from None
     if not any((Path(folder) / name).is_file() for folder in (model_dir, tokenizer_dir) for name in PROCESSOR_FILES):
         raise PackagingError("model: it reads images, but has no preprocessor_config.json or processor_config.json")
-    with tempfile.TemporaryDirectory(prefix="mlx-") as both, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory(prefix="mlflow-llm-") as both, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _link(Path(model_dir), Path(both))
         _link(Path(tokenizer_dir), Path(both))

@@ -156,10 +156,10 @@ def check_config(file: Path, there: Stored) -> None:
     except (OSError, ValueError, RecursionError) as error:
         raise PackagingError(f"{file.name} cannot be read: {error}") from None
     for name, value in _numbers(config, ""):
-        most = max(MAX_EXPERTS, there.max_modules) if EXPERTS.search(name) else there.max_modules
-        if COUNTS.search(name.rpartition(".")[2]) and value > most:
+        maximum = max(MAX_EXPERTS, there.max_modules) if EXPERTS.search(name) else there.max_modules
+        if COUNTS.search(name.rpartition(".")[2]) and value > maximum:
             raise PackagingError(
-                f"{file.name}: {name}: {shown(value)} is not allowed; expected at most {most} with"
+                f"{file.name}: {name}: {shown(value)} is not allowed; expected at most {maximum} with"
                 f" {there.tensors} tensors of weights"
             )
 
