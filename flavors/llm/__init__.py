@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import errors
+    from .convert.export import export
     from .load.load_model import _load_pyfunc, as_responses_agent, close, closing, load_model
     from .load.spark import spark_udf
     from .model.bundle_loader import load_bundle
@@ -26,6 +27,7 @@ __all__ = [
     "close",
     "closing",
     "errors",
+    "export",
     "get_default_conda_env",
     "get_default_pip_requirements",
     "load_bundle",
@@ -43,6 +45,7 @@ MODULES = {
     "close": "load.load_model",
     "closing": "load.load_model",
     "errors": "errors",
+    "export": "convert.export",
     "get_default_conda_env": "save.requirements",
     "get_default_pip_requirements": "save.requirements",
     "load_bundle": "model.bundle_loader",

@@ -40,6 +40,7 @@ COMMANDS = {  # the module of each, and its name in there where that is another
     "rm": "models.changes:rm",
     "ps": "models.listing:ps",
     "stop": "models.changes:stop",
+    "export": "models.export:export",
     "windows": "accounts.windows:windows",
     "batch": "batch.command:batch",
     "bench": "bench",

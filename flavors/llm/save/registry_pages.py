@@ -98,11 +98,11 @@ def description(flavor: dict[str, Any], facts: Facts, uri: str) -> str:
     if (stored := flavor.get("quantization") or facts.dtype) is not None:
         of.append(f"{stored}, {readable(facts.weight_bytes)}")
     of.append(f"a context of {facts.context_length:,} tokens")
-    lines = [f"{_code(name or 'A language model')} ({_code(facts.architecture or 'unknown')}): {', '.join(of)}."]
-    lines.append(f"Tasks: {', '.join(flavor['tasks'])}. Licence: {_code(facts.license or 'not stated')}.")
+    lines = [f"{code(name or 'A language model')} ({code(facts.architecture or 'unknown')}): {', '.join(of)}."]
+    lines.append(f"Tasks: {', '.join(flavor['tasks'])}. Licence: {code(facts.license or 'not stated')}.")
     if facts.adapters:
         lines += ["", "Adapters:", ""]
-        lines += [_adapter_line(name, one) for name, one in list(facts.adapters.items())[:ADAPTERS_SHOWN]]
+        lines += [adapter_line(name, one) for name, one in list(facts.adapters.items())[:ADAPTERS_SHOWN]]
         if (more := len(facts.adapters) - ADAPTERS_SHOWN) > 0:
             lines.append(f"- and {more} more")
     asked = PAIR if flavor["tasks"][0] == "score" else EXAMPLE[flavor["tasks"][0]]
@@ -114,15 +114,15 @@ def description(flavor: dict[str, Any], facts: Facts, uri: str) -> str:
     return "\n".join(lines)
 
 
-def _adapter_line(name: str, adapter: AdapterFacts) -> str:
+def adapter_line(name: str, adapter: AdapterFacts) -> str:
     rank = "" if adapter.rank is None else f", rank {adapter.rank}"
-    base = "" if adapter.base is None else f", trained on {_code(adapter.base)}"
-    run = "" if adapter.lineage.run_id is None else f", by run {_code(adapter.lineage.run_id)}"
-    data = "" if not adapter.lineage.datasets else f", with {', '.join(map(_code, adapter.lineage.datasets))}"
-    return f"- {_code(name)}: {_code(adapter.method)}{rank}{base}{run}{data}"
+    base = "" if adapter.base is None else f", trained on {code(adapter.base)}"
+    run = "" if adapter.lineage.run_id is None else f", by run {code(adapter.lineage.run_id)}"
+    data = "" if not adapter.lineage.datasets else f", with {', '.join(map(code, adapter.lineage.datasets))}"
+    return f"- {code(name)}: {code(adapter.method)}{rank}{base}{run}{data}"
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """Return ``text``, which a checkpoint may have given, as a span of code, in which Markdown has no effect."""
     return f"`{text.replace('`', chr(39))}`"
 

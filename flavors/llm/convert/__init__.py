@@ -1,0 +1,1 @@
+"""Conversions between models of this flavor and those of other programs."""
