@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors
     from .convert.export import export
+    from .convert.transformers_model import from_transformers_model
     from .load.load_model import _load_pyfunc, as_responses_agent, close, closing, load_model
     from .load.spark import spark_udf
     from .model.bundle_loader import load_bundle
@@ -28,6 +29,7 @@ __all__ = [
     "closing",
     "errors",
     "export",
+    "from_transformers_model",
     "get_default_conda_env",
     "get_default_pip_requirements",
     "load_bundle",
@@ -46,6 +48,7 @@ MODULES = {
     "closing": "load.load_model",
     "errors": "errors",
     "export": "convert.export",
+    "from_transformers_model": "convert.transformers_model",
     "get_default_conda_env": "save.requirements",
     "get_default_pip_requirements": "save.requirements",
     "load_bundle": "model.bundle_loader",

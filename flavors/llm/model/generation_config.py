@@ -93,7 +93,7 @@ def read(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise PackagingError(f"model: {FILE} is not valid JSON") from None
     if not isinstance(values, dict):
         raise PackagingError(f"model: {FILE} is not a JSON object")
-    return _sorted(values)
+    return divided(values)
 
 
 def of_caller(values: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def of_caller(values: Any) -> dict[str, Any]:
     values = values.to_diff_dict() if hasattr(values, "to_diff_dict") else values
     if not isinstance(values, Mapping):
         raise PackagingError(f"generation_config: {shown(values)} is not allowed; expected a dict of sampling defaults")
-    found, rest = _sorted(dict(values))
+    found, rest = divided(dict(values))
     for name, value in rest.items():
         if (refused := _refusal(name, value)) is not None:
             raise PackagingError(f"generation_config: {refused.message}")
@@ -122,7 +122,8 @@ def without_effect(name: str, value: Any) -> str:
     return f"{name}={shown(value)}" if refused is None else refused.message
 
 
-def _sorted(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def divided(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide settings by transformers' names into request fields and the settings that have no effect here."""
     found: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in values.items():

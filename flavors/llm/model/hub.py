@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -18,12 +19,17 @@ def fetch_snapshot(repo_id: str, revision: str | None) -> Path:
     default branch. Raises ``PackagingError`` if the repository cannot be fetched.
     """
     import huggingface_hub
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    # by itself it asks the hub for the files of a commit even offline
+    get = functools.partial(
+        huggingface_hub.snapshot_download, repo_id, revision=revision, local_files_only=constants.HF_HUB_OFFLINE
+    )
     try:
-        snapshot = Path(huggingface_hub.snapshot_download(repo_id, revision=revision, ignore_patterns=NO_PICKLES))
+        snapshot = Path(get(ignore_patterns=NO_PICKLES))
         if not any(snapshot.rglob("*.safetensors")):
-            snapshot = Path(huggingface_hub.snapshot_download(repo_id, revision=revision))
+            snapshot = Path(get())
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise PackagingError(
             f"model: {repo_id!r} is not a local path and could not be fetched from the hub: {reason(error)}"
