@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import uuid
 from pathlib import Path
 
@@ -72,3 +73,14 @@ def store(tmp_path):
         while mlflow.active_run():
             mlflow.end_run()
     gc.collect()  # SQLite connections of the store are closed when they are collected
+
+
+@pytest.fixture(scope="module")
+def spark():
+    """Return a session of Spark with two tasks at once."""
+    sql = pytest.importorskip("pyspark.sql")
+    if shutil.which("java") is None:
+        pytest.skip("Spark needs Java")
+    session = sql.SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    yield session
+    session.stop()

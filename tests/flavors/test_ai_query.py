@@ -60,6 +60,8 @@ def test_replies_and_formats(root: str) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
     (choice,) = ai_query(frame, root, "ask", response_format=schema, output="choice")["choice"]
     assert json.loads(choice) in ("yes", "no")
+    (again,) = ai_query(frame, root, "ask", response_format=json.dumps(schema))["response"]
+    assert json.loads(again) in ("yes", "no")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,9 @@ def test_replies_and_formats(root: str) -> None:
         ({"return_type": "xml"}, "return_type: 'xml'"),
         ({"output": "ask"}, "output: 'ask'"),
         ({"concurrency": 0}, "concurrency: 0"),
+        ({"fail_on_error": None}, "fail_on_error: None"),
+        ({"model_parameters": "max_tokens"}, "model_parameters: 'max_tokens'"),
+        ({"response_format": "{"}, "response_format: '{'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], named: str) -> None:
@@ -79,6 +84,6 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], named: str) -> Non
 
 
 def test_a_table_of_another_library_is_refused() -> None:
-    """A table that is not of pandas is refused with what there is for Spark."""
-    with pytest.raises(MlflowException, match=r"df: .* is not allowed; expected a DataFrame of pandas; for Spark"):
+    """A table that is neither of pandas nor of Spark is refused."""
+    with pytest.raises(MlflowException, match=r"df: .* is not allowed; expected a DataFrame of pandas or of Spark"):
         ai_query([{"ask": "x"}], "assistant", "ask")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import mlflow
 import pytest
@@ -14,16 +13,6 @@ from mlflow_llm.flavors import llm
 PARAMS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 ROWS = 200
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-
-
-@pytest.fixture(scope="module")
-def spark():
-    sql = pytest.importorskip("pyspark.sql")
-    if shutil.which("java") is None:
-        pytest.skip("Spark needs Java")
-    session = sql.SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-    yield session
-    session.stop()
 
 
 @pytest.fixture(scope="module")
