@@ -2,7 +2,8 @@
 
 MLflow runs no code of a flavor when it makes an image, but it imports the entry points of its artifact repositories
 together with itself. This module is one of them, imports nothing of MLflow then, and puts the check around the class
-that writes Dockerfiles when MLflow imports that (docs/decisions/0019). It does the same for ``registrations``.
+that writes Dockerfiles when MLflow imports that (docs/decisions/0019). It does the same for ``registrations`` and
+``judges``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from . import late_import, registrations
+from . import judges, late_import, registrations
 
 BACKEND = "mlflow.pyfunc.backend"
 FLAVOR = "llm"
@@ -64,3 +65,4 @@ def install() -> None:
 
 install()
 registrations.install()
+judges.install()

@@ -56,7 +56,7 @@ def test_importing_mlflow_imports_no_more_than_the_check() -> None:
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
     plugin = [
         "mlflow_llm.plugin",
-        *(f"mlflow_llm.plugin.{name}" for name in ("containers", "late_import", "registrations")),
+        *(f"mlflow_llm.plugin.{name}" for name in ("containers", "judges", "late_import", "registrations")),
     ]
     assert run.stdout.split() == ["mlflow_llm", *plugin, "False", "True"]
 

@@ -96,8 +96,7 @@ def test_a_judge_by_an_endpoint(workspace: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     monkeypatch.setattr("mlflow.deployments.utils._deployments_target", None)
     monkeypatch.setenv("MLFLOW_DEPLOYMENTS_TARGET", workspace)
-    monkeypatch.setattr(litellm, "custom_provider_map", [])
-    judges.use_endpoints()
+    assert [entry["provider"] for entry in litellm.custom_provider_map] == ["endpoints"]
     judges.use_endpoints()
     assert len(litellm.custom_provider_map) == 1
     parameters = {"max_tokens": 300, "temperature": 0.0, "frequency_penalty": 2.0}  # because the model repeats itself
