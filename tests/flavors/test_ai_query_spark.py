@@ -102,4 +102,4 @@ def test_wrong_arguments_are_named(spark: Any, root: str) -> None:
     with pytest.raises(MlflowException, match=r"request: 3 is not allowed; expected a column of Spark"):
         column(root, 3)
     with pytest.raises(MlflowException, match=r"return_type: 'xml'"):
-        column(root, "ask", "xml")
+        column(root, "ask", "xml")  # type: ignore[arg-type]
