@@ -66,6 +66,7 @@ OPTION_KEYS = (
     "jwt_scope_claim",
     "jwt_endpoints_claim",
     "jwt_weight_claim",
+    "end_user_header",
     "adapter_sources",
     "engine_memory_budget",
     "grpc_port",

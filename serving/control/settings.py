@@ -19,6 +19,7 @@ from .listen_settings import ListenSettings, is_loopback
 
 # only asymmetric algorithms: the public keys of a key set are no secrets, so they must not serve as signing keys
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
+HEADER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$"
 MODELS = "models:/"
 Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name of a claim")]
 NAME_PATTERN = rf"^({NAME.pattern})$"
@@ -69,6 +70,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         database: URL of the database with keys, limits, ledger and endpoints.
         max_clock_skew: seconds that the clock of this host may differ from the database's; by more, the server does not
             start, and admits nothing.
+        end_user_header: header in which keys with the scope ``end_users`` name the end user whose limits apply,
+            in place of the request's own ``user``. None is no header.
         require_keys: refuse requests without an API key; needs a database.
         batch_concurrency: requests of batches that a worker runs at once. 0 runs none here.
         max_batch_rows: the most requests of one batch.
@@ -120,6 +123,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     engine_timeout: Seconds = 60.0
     database: str | None = None
     max_clock_skew: Seconds = 60.0
+    end_user_header: Annotated[str, Meta(pattern=HEADER_PATTERN)] | None = None
     require_keys: bool = False
     batch_concurrency: CountOrZero = 8
     max_batch_rows: Count = 50_000

@@ -13,8 +13,9 @@ import sqlalchemy as sa
 from ..interface.errors import AlreadyExists, NotFound
 from ..interface.request import Task
 from ..metering.accounts.audit import Actor
+from ..metering.accounts.limits import delete_limits_of_endpoint
 from ..metering.store.store import Store
-from ..metering.store.tables import endpoint_configs, endpoint_tags, endpoints, limits, payloads, windows
+from ..metering.store.tables import endpoint_configs, endpoint_tags, endpoints, limits, payloads
 from .config import EndpointConfig, EntityConfig
 
 
@@ -107,11 +108,7 @@ def change_endpoint(connection: sa.Connection, name: str, now_ms: int | None, **
 
 def delete_endpoint(connection: sa.Connection, name: str) -> None:
     """Delete an endpoint with its configs, tags, logged texts, limits and the windows counted towards them."""
-    for table in (limits, windows):
-        connection.execute(sa.delete(table).where(table.c.scope == "endpoint", table.c.subject == name))
-    connection.execute(sa.delete(limits).where(limits.c.scope == "user", limits.c.subject == name))
-    of_users = windows.c.subject.startswith(f"{name}\n", autoescape=True)
-    connection.execute(sa.delete(windows).where(windows.c.scope == "user", of_users))
+    delete_limits_of_endpoint(connection, name)
     connection.execute(sa.delete(payloads).where(payloads.c.endpoint == name))
     connection.execute(sa.delete(endpoints).where(endpoints.c.name == name))
 

@@ -23,6 +23,7 @@ from ..tasks.prepare import Limits, prepare
 from ..tasks.reply import embed, generate, score
 from ..tasks.reply_size import fixed_size
 from ..tasks.request_weights import adapter_of
+from . import end_users
 from .addressing import address, candidates, check_limits, record_served
 from .answer import Answer
 from .dialect_choice import choose, has_open_dialect
@@ -91,7 +92,7 @@ def _accept(
         adapter = adapter_of(raw, entity.view)
         server.endpoints.check_use(request.caller, entity, adapter)
         record_served(request, entity)
-        record.labels = entity.view.labels(raw)
+        record.labels = end_users.named(server.settings.end_user_header, request, entity.view.labels(raw))
         if request.background is not None:
             record.labels = request.background.labels.over(record.labels)
         pixels = held.enter_context(server.pixels.allocate(request.payer(server)))

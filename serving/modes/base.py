@@ -93,5 +93,6 @@ def reservation_of(
         background=valid.background,
         model=target.model,
         labels=labels,
+        limited_user=labels.user if caller.names_end_users else "",
         pays_tokens=bucket is None,
     )

@@ -46,7 +46,8 @@ def create(accounts: AccountsApi, limits: tuple[str, ...], **fields: Any) -> Non
     The secret cannot be shown again.
 
     Scopes: "invoke" runs requests and sees the usage of the key itself. "usage" sees the usage of its tenant. "manage"
-    sees and changes everything: endpoints, keys, limits, prices, every tenant's usage.
+    sees and changes everything: endpoints, keys, limits, prices, every tenant's usage. "end_users" is for a trusted
+    front end: the end users that it names have the limits of end users.
     """
     answer = accounts.create_key(_given(fields) | ({"limits": limits_of(limits)} if limits else {}))
     _show_secret(answer)

@@ -1,4 +1,4 @@
-"""``mlflow-llm limits``: what keys, tenants and endpoints may use."""
+"""``mlflow-llm limits``: what keys, tenants, endpoints and end users may use."""
 
 from __future__ import annotations
 
@@ -50,20 +50,29 @@ def limits() -> None:
     """
 
 
+_end_user = click.option(
+    "--end-user", metavar="NAME", help="The end user whose own limit it is; without it, that of each of them."
+)
+
+
 @limits.command("set")
 @with_accounts(make=True)
 @click.argument("scope", type=click.Choice(SCOPES))
 @click.argument("subject")
 @click.argument("limits", nargs=-1, required=True, metavar="KIND=VALUE...")
-def set_(accounts: AccountsApi, scope: str, subject: str, limits: tuple[str, ...]) -> None:
+@_end_user
+def set_(accounts: AccountsApi, scope: str, subject: str, limits: tuple[str, ...], end_user: str | None) -> None:
     """Set limits.
 
     SUBJECT is the id of a key, a tenant or an endpoint. With the scope "user" it is an endpoint, and the limit applies
-    to each key there separately.
+    to each key there separately. With "key_user", "tenant_user" and "endpoint_user" it applies to each end user
+    separately that a key with the scope "end_users" names, or to one of them (--end-user) in place of that limit.
     """
-    answer = accounts.set_limits({"scope": scope, "subject": subject, "limits": limits_of(limits)})
+    named = {} if end_user is None else {"end_user": end_user}
+    answer = accounts.set_limits({"scope": scope, "subject": subject, "limits": limits_of(limits), **named})
     for limit in answer["limits"]:
-        click.echo(f"{scope} {subject}: {limit['value']} {_unit(limit, answer['currency'])}")
+        whose = f"{scope} {subject}" if end_user is None else f"{scope} {subject} {end_user}"
+        click.echo(f"{whose}: {limit['value']} {_unit(limit, answer['currency'])}")
     print_notes(answer)
 
 
@@ -79,11 +88,14 @@ def _unit(limit: dict[str, Any], currency: str) -> str:
 def list_(accounts: AccountsApi, **asked: str | None) -> None:
     """List the limits."""
     answer = accounts.list_limits({name: value for name, value in asked.items() if value is not None})
-    rows = [
-        (limit["scope"], limit["subject"], limit["kind"], str(limit["value"]), _unit(limit, answer["currency"]))
-        for limit in answer["limits"]
-    ]
-    click.echo(table(("scope", "subject", "kind", "value", "unit"), rows, right=0))
+    head = ["scope", "subject", "end_user", "kind", "value", "unit"]
+    if not any(limit["end_user"] for limit in answer["limits"]):
+        head.remove("end_user")
+    rows = []
+    for limit in answer["limits"]:
+        shown = {**limit, "end_user": limit["end_user"] or "-", "unit": _unit(limit, answer["currency"])}
+        rows.append(tuple(str(shown[name]) for name in head))
+    click.echo(table(tuple(name.replace("_", " ") for name in head), rows, right=0))
 
 
 @limits.command()
@@ -91,8 +103,10 @@ def list_(accounts: AccountsApi, **asked: str | None) -> None:
 @click.argument("scope", type=click.Choice(SCOPES))
 @click.argument("subject")
 @click.argument("kinds", nargs=-1, required=True, type=click.Choice(KINDS), metavar="KIND...")
-def remove(accounts: AccountsApi, scope: str, subject: str, kinds: tuple[str, ...]) -> None:
+@_end_user
+def remove(accounts: AccountsApi, scope: str, subject: str, kinds: tuple[str, ...], end_user: str | None) -> None:
     """Remove limits."""
+    named = {} if end_user is None else {"end_user": end_user}
     for kind in kinds:
-        accounts.delete_limit({"scope": scope, "subject": subject, "kind": kind})
+        accounts.delete_limit({"scope": scope, "subject": subject, "kind": kind, **named})
         click.echo(f"{scope} {subject}: removed {kind}")

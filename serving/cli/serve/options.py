@@ -148,7 +148,7 @@ _OPTIONS = (
     ),
     _setting(
         "--jwt-scope-claim",
-        help="Claim with the scopes: invoke, usage, manage.",
+        help="Claim with the scopes: invoke, usage, manage, end_users.",
     ),
     _setting(
         "--jwt-endpoints-claim",
@@ -157,6 +157,10 @@ _OPTIONS = (
     option(
         "--jwt-weight-claim",
         help="Claim with the caller's share of an engine next to other tenants, like --weight of a key.",
+    ),
+    option(
+        "--end-user-header",
+        help="Header in which keys with the scope end_users name the end user whose limits apply.",
     ),
     option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database)."),
     _setting(

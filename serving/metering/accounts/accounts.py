@@ -117,12 +117,16 @@ class Accounts:
         """Set several limits in one transaction; ``notes`` in the answer name likely mistakes."""
         given = NEW_LIMITS(body, "")
         scope, subject = given["scope"], given["subject"]
+        end_user = given.get("end_user", "")
         notes = self._check_subject(scope, subject)
         values = {kind: _value(kind, value) for kind, value in given["limits"].items()}
         limits = Limits(self._store)
 
         def work(connection: sa.Connection) -> list[Limit]:
-            return [limits.put(connection, scope, subject, kind, v, by=self._by) for kind, v in values.items()]
+            return [
+                limits.put(connection, scope, subject, kind, value, end_user=end_user, by=self._by)
+                for kind, value in values.items()
+            ]
 
         found = self._store.write(work)
         return {"currency": self._currency(), "limits": [_limit(limit) for limit in found], "notes": notes}
@@ -132,8 +136,11 @@ class Accounts:
         _one_of("scope", asked, SCOPES)
         _one_of("kind", asked, KINDS)
         scope, subject, kind = (asked[name] for name in ("scope", "subject", "kind"))
-        if not Limits(self._store).remove(scope, subject, kind, by=self._by):
-            raise NotFound(f"{scope} {subject} has no limit {kind}")
+        end_user = asked.get("end_user", "")
+        if not Limits(self._store).remove(scope, subject, kind, end_user=end_user, by=self._by):
+            raise NotFound(
+                f"{scope} {subject} has no limit {kind}" + (f" of its own for {end_user!r}" * bool(end_user))
+            )
         return {}
 
     def _check_subject(self, scope: str, subject: str) -> list[str]:
@@ -141,18 +148,18 @@ class Accounts:
 
         Endpoints may be created later, and callers with tokens are known only when they call.
         """
-        known_ids = {ANONYMOUS.key_id, *(key.key_id for key in self._keys.list())} if scope == "key" else {subject}
+        of_key, of_tenant = scope in ("key", "key_user"), scope in ("tenant", "tenant_user")
+        known_ids = {ANONYMOUS.key_id, *(key.key_id for key in self._keys.list())} if of_key else {subject}
         if subject not in known_ids and not subject.startswith(TOKEN_PREFIX):
             raise NotFound(f"there is no key {subject!r}; mlflow-llm keys list shows their ids")
         known = sa.select(endpoints.c.name).where(endpoints.c.name == subject)
         payers = sa.select(tenants.c.tenant).where(tenants.c.tenant == subject)
-        if (
-            scope == "tenant"
-            and subject != ANONYMOUS.tenant
-            and self._store.read(lambda c: c.execute(payers).first()) is None
-        ):
+        if of_tenant and subject != ANONYMOUS.tenant and self._store.read(lambda c: c.execute(payers).first()) is None:
             return [f"no key belongs to tenant {subject!r}; the limit applies once a key or a token does"]
-        if scope in ("endpoint", "user") and self._store.read(lambda c: c.execute(known).first()) is None:
+        if (
+            scope in ("endpoint", "user", "endpoint_user")
+            and self._store.read(lambda c: c.execute(known).first()) is None
+        ):
             return [f"there is no endpoint {subject!r} yet; the limit applies once there is"]
         return []
 
@@ -280,7 +287,7 @@ def _value(kind: str, value: int | str) -> int:
 def _limit(limit: Limit) -> dict[str, Any]:
     kind: Kind = limit.kind
     unit = ("money " if kind in BUDGETS else "") + UNITS[kind]
-    named = {"scope": limit.scope, "subject": limit.subject, "kind": kind}
+    named = {"scope": limit.scope, "subject": limit.subject, "end_user": limit.end_user, "kind": kind}
     return named | {"value": plain(kind, limit.value), "unit": unit}
 
 

@@ -1,12 +1,13 @@
 """Authorization: the caller of a request, and the scopes that determine what it may see and do.
 
-========  ==========================================================================================================
-scope     may
-========  ==========================================================================================================
-invoke    run requests at the endpoints in its list, see those by name, see its own usage
-usage     see its tenant's usage, and the endpoints in its list by name and state
-manage    change and see everything: endpoints, keys, limits, prices, every tenant's usage, the audit log
-========  ==========================================================================================================
+=========  =========================================================================================================
+scope      may
+=========  =========================================================================================================
+invoke     run requests at the endpoints in its list, see those by name, see its own usage
+usage      see its tenant's usage, and the endpoints in its list by name and state
+manage     change and see everything: endpoints, keys, limits, prices, every tenant's usage, the audit log
+end_users  name end users to whom limits apply: of a trusted front end, that tells for whom it calls
+=========  =========================================================================================================
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from msgspec import Struct
 
 from ...interface.errors import PermissionDenied
 
-SCOPES = ("invoke", "manage", "usage")
+SCOPES = ("invoke", "manage", "usage", "end_users")
 PermissionLevel: TypeAlias = Literal["CAN_MANAGE", "CAN_QUERY", "CAN_VIEW"]
 
 
@@ -37,6 +38,11 @@ class Caller(Struct, frozen=True, kw_only=True):
     @property
     def manages(self) -> bool:
         return "manage" in self.scopes
+
+    @property
+    def names_end_users(self) -> bool:
+        """Whether the end users that it names are believed, so that their limits apply."""
+        return "end_users" in self.scopes
 
     @property
     def permission_level(self) -> PermissionLevel:

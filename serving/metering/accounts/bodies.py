@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ...interface.errors import InvalidField
+from ...interface.labels import MAX_USER
 from ...interface.readers import Entry, Reader, integer, list_of, one_of, reader, record, text
 from ..store.time_formats import DURATION, DURATION_ALLOWED, EXPIRY_ALLOWED, TIMESTAMP_ALLOWED
 from .audit import ACTIONS, MAX_PAGE
@@ -28,6 +29,9 @@ _MOMENT = text(re.compile(r"[0-9A-Za-z:+. -]{1,40}"), EXPIRY_ALLOWED)
 _SCOPES = list_of(one_of(*SCOPES), "one or more of " + ", ".join(SCOPES), minimum=1, maximum=len(SCOPES))
 _ENDPOINT = text(re.compile(rf"\*|{ALLOWED_ENDPOINT.pattern}"), "endpoint or endpoint:adapter")
 _ENDPOINTS = list_of(_ENDPOINT, ENDPOINTS_ALLOWED, minimum=1, maximum=MAX_ENDPOINTS)
+_END_USER = text(
+    re.compile(rf"[^\0]{{1,{MAX_USER}}}", re.DOTALL), f"a text of 1 to {MAX_USER} characters, none of them NUL"
+)
 _MONEY = text(AMOUNT, f"{AMOUNT_ALLOWED}, as a text")
 _LIMIT_VALUES = record(
     **{
@@ -67,6 +71,9 @@ ROTATION = record(
 NEW_LIMITS = record(
     scope=Entry(one_of(*LIMIT_SCOPES), required="one of " + ", ".join(LIMIT_SCOPES)),
     subject=Entry(_named(256), "A key's id, a tenant, an endpoint", required="whom the limits are for"),
+    end_user=Entry(
+        _END_USER, "With the scope of end users: the one whose own limits these are; not given, each of them"
+    ),
     limits=Entry(_limits, required="one or more limits"),
 )
 NEW_PRICE = record(
@@ -84,7 +91,7 @@ _NAME = {"type": "string", "minLength": 1, "maxLength": 256}
 _WHEN = {"type": "string", "description": TIMESTAMP_ALLOWED}
 KEYS_QUERY: dict[str, dict[str, Any]] = {"tenant": _NAME}
 LIMITS_QUERY: dict[str, dict[str, Any]] = {"scope": {"enum": list(LIMIT_SCOPES)}, "subject": _NAME}
-LIMIT_QUERY: dict[str, dict[str, Any]] = {**LIMITS_QUERY, "kind": {"enum": list(KINDS)}}
+LIMIT_QUERY: dict[str, dict[str, Any]] = {**LIMITS_QUERY, "end_user": _NAME, "kind": {"enum": list(KINDS)}}
 PRICES_QUERY: dict[str, dict[str, Any]] = {"entity": _NAME}
 PRICE_QUERY: dict[str, dict[str, Any]] = {
     "entity": _NAME,

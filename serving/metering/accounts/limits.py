@@ -1,4 +1,4 @@
-"""Limits of keys, tenants and endpoints: set by an operator, checked inside the reservation's transaction."""
+"""Limits of keys, tenants, endpoints and end users: set by an operator, checked in the reservation's transaction."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from ...interface.errors import InvalidField, LimitExceeded, PermissionDenied, RequestError
+from ...interface.labels import MAX_USER
 from ..store.store import Store
 from ..store.tables import folded, ledger, limits, provisioned_minutes
 from ..store.tables import windows as window_table
@@ -17,22 +18,42 @@ from .audit import Actor, record
 from .money import money, units
 from .windows import BUDGETS, KINDS, UNITS, Amounts, Kind, WindowState
 
-Scope: TypeAlias = Literal["key", "tenant", "endpoint", "user"]
+Scope: TypeAlias = Literal["key", "tenant", "endpoint", "user", "key_user", "tenant_user", "endpoint_user"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+END_USER_SCOPES: tuple[Scope, ...] = ("key_user", "tenant_user", "endpoint_user")
+END_USER_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "budget")
+"""The kinds of limits on end users. Folded days have no end users, so a budget without an end could not be counted."""
 MAX_VALUE = 2**53
+MAX_OWNER = 128  # characters of the name of a key, tenant or endpoint whose end users have limits: of windows' subjects
 
 Subject: TypeAlias = tuple[str, str]
 """(scope, subject) of a window. Scope "user" is one key at one endpoint: its limit is set on the endpoint and holds for
-each key by itself; the window's subject is ``user_subject(endpoint, key)``."""
+each key by itself; the window's subject is ``user_subject(endpoint, key)``. The scopes of end users are alike: a limit
+is set on a key, a tenant or an endpoint (or on one end user there, ``user_subject(tenant, end user)``) and holds for
+each end user by itself. End users of different tenants are different, whatever their names: at an endpoint the window's
+subject is ``user_subject(endpoint, user_subject(tenant, end user))``."""
 
 
 class Limit(Struct, frozen=True, kw_only=True):
-    """One limit. ``value`` is in tokens, queries, requests or, for a budget, micro-units."""
+    """One limit. ``value`` is in tokens, queries, requests or, for a budget, micro-units. ``end_user`` is the only end
+    user that it is for; "" means each of them, or that the scope is none of end users."""
 
     scope: Scope
     subject: str
     kind: Kind
     value: int
+    end_user: str = ""
+
+    @classmethod
+    def of_row(cls, scope: Scope, subject: str, kind: Kind, value: int) -> Limit:
+        """Return the limit of a row of the table."""
+        name, _, end_user = subject.partition("\n")
+        return cls(scope=scope, subject=name, kind=kind, value=value, end_user=end_user)
+
+    @property
+    def row_subject(self) -> str:
+        """The subject of its row in the table."""
+        return user_subject(self.subject, self.end_user) if self.end_user else self.subject
 
 
 class LimitStatus(Struct, frozen=True, kw_only=True):
@@ -45,8 +66,8 @@ class LimitStatus(Struct, frozen=True, kw_only=True):
     reset_after: int | None
 
 
-def user_subject(endpoint: str, key_id: str) -> str:
-    return f"{endpoint}\n{key_id}"
+def user_subject(name: str, user: str) -> str:
+    return f"{name}\n{user}"
 
 
 class Limits:
@@ -55,41 +76,58 @@ class Limits:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def set(self, scope: str, subject: str, kind: str, value: int, *, by: Actor | None = None) -> Limit:
+    def set(
+        self, scope: str, subject: str, kind: str, value: int, *, end_user: str = "", by: Actor | None = None
+    ) -> Limit:
         """Set a limit. ``value`` is in tokens, queries, requests or (budgets) micro-units. Raises ``InvalidField``."""
-        return self._store.write(lambda connection: self.put(connection, scope, subject, kind, value, by=by))
+        return self._store.write(
+            lambda connection: self.put(connection, scope, subject, kind, value, end_user=end_user, by=by)
+        )
 
     def put(
-        self, connection: sa.Connection, scope: str, subject: str, kind: str, value: int, *, by: Actor | None
+        self,
+        connection: sa.Connection,
+        scope: str,
+        subject: str,
+        kind: str,
+        value: int,
+        *,
+        end_user: str = "",
+        by: Actor | None,
     ) -> Limit:
         """Do what ``set`` does, inside a given transaction."""
-        limit = _checked(scope, subject, kind, value)
+        limit = _checked(scope, subject, kind, value, end_user)
         before = connection.execute(sa.select(limits.c.value).where(_is(limit))).scalar_one_or_none()
-        insert = self._store.insert(limits).values(scope=scope, subject=subject, kind=kind, value=value)
+        insert = self._store.insert(limits).values(scope=scope, subject=limit.row_subject, kind=kind, value=value)
         update = insert.on_conflict_do_update(index_elements=["scope", "subject", "kind"], set_={"value": value})
         connection.execute(update)
         was = {kind: None if before is None else plain(limit.kind, before)}
         after = {kind: plain(limit.kind, value)}
-        record(connection, by, "limit.set", f"{scope} {subject}", before=before if before is None else was, after=after)
+        target = _target(scope, subject, end_user)
+        record(connection, by, "limit.set", target, before=before if before is None else was, after=after)
         return limit
 
-    def remove(self, scope: str, subject: str, kind: str, *, by: Actor | None = None) -> bool:
-        """Remove a limit; return False if there was none. Removing a subject's last limit removes its window."""
+    def remove(self, scope: str, subject: str, kind: str, *, end_user: str = "", by: Actor | None = None) -> bool:
+        """Remove a limit; return False if there was none. Removing a subject's last limit removes its window, or, if it
+        has end users, theirs (unless one of them has a limit of its own)."""
+        named = user_subject(subject, end_user) if end_user else subject
 
         def work(connection: sa.Connection) -> bool:
             self._store.lock_ledger(connection)
-            of_subject = sa.and_(limits.c.scope == scope, limits.c.subject == subject)
+            of_subject = sa.and_(limits.c.scope == scope, limits.c.subject == named)
             this = sa.and_(of_subject, limits.c.kind == kind)
             before = connection.execute(sa.select(limits).where(this)).one_or_none()
             if before is None:
                 return False
             connection.execute(sa.delete(limits).where(this))
             was = {kind: plain(before.kind, before.value)}
-            record(connection, by, "limit.delete", f"{scope} {subject}", before=was)
+            record(connection, by, "limit.delete", _target(scope, subject, end_user), before=was)
+            if scope in END_USER_SCOPES:
+                of_subject = sa.and_(limits.c.scope == scope, _is_of(limits, subject))
             left = connection.execute(sa.select(sa.func.count()).select_from(limits).where(of_subject)).scalar_one()
             if not left:
                 owned = window_table.c.subject == subject
-                if scope == "user":
+                if scope == "user" or scope in END_USER_SCOPES:
                     owned = window_table.c.subject.startswith(f"{subject}\n", autoescape=True)
                 connection.execute(sa.delete(window_table).where(window_table.c.scope == scope, owned))
             return True
@@ -101,14 +139,32 @@ class Limits:
         if scope is not None:
             query = query.where(limits.c.scope == scope)
         if subject is not None:
-            query = query.where(limits.c.subject == subject)
+            query = query.where(_is_of(limits, subject))
         rows = self._store.read(lambda connection: connection.execute(query).all())
-        return tuple(Limit(**row._mapping) for row in rows)
+        return tuple(Limit.of_row(*row) for row in rows)
 
 
 def _is(limit: Limit) -> sa.ColumnElement[bool]:
     table = limits.c
-    return sa.and_(table.scope == limit.scope, table.subject == limit.subject, table.kind == limit.kind)
+    return sa.and_(table.scope == limit.scope, table.subject == limit.row_subject, table.kind == limit.kind)
+
+
+def _is_of(table: sa.Table, subject: str) -> sa.ColumnElement[bool]:
+    """Match the rows of ``subject``, and those of its users."""
+    return sa.or_(table.c.subject == subject, table.c.subject.startswith(f"{subject}\n", autoescape=True))
+
+
+def _target(scope: str, subject: str, end_user: str) -> str:
+    """Return the name of a subject in the audit log."""
+    return f"{scope} {subject}" + (f" {end_user}" if end_user else "")
+
+
+def delete_limits_of_endpoint(connection: sa.Connection, name: str) -> None:
+    """Delete the limits that are set on an endpoint, and the windows counted towards them."""
+    for table in (limits, window_table):
+        for scope in ("endpoint", "user", "endpoint_user"):
+            of_scope = sa.and_(table.c.scope == scope, _is_of(table, name))
+            connection.execute(sa.delete(table).where(of_scope))
 
 
 def plain(kind: Kind, value: int) -> int | str:
@@ -122,16 +178,25 @@ def amount(kind: Kind, value: int, currency: str) -> str:
     return f"{number} {UNITS[kind]}"
 
 
-def _checked(scope: str, subject: str, kind: str, value: int) -> Limit:
+def _checked(scope: str, subject: str, kind: str, value: int, end_user: str) -> Limit:
     if scope not in SCOPES:
         raise InvalidField("scope", scope, "one of " + ", ".join(SCOPES))
-    if not isinstance(subject, str) or not 0 < len(subject) <= 256 or "\0" in subject:
-        raise InvalidField("subject", subject, "a name of 1 to 256 characters")
+    of_end_users = scope in END_USER_SCOPES
+    if not isinstance(subject, str) or not 0 < len(subject) <= 256 or set("\0\n") & set(subject):
+        raise InvalidField("subject", subject, "a name of 1 to 256 characters, on one line")
+    if end_user and not of_end_users:
+        raise InvalidField("end_user", end_user, f"no end user: only the scopes {', '.join(END_USER_SCOPES)} have one")
+    if len(end_user) > MAX_USER or "\0" in end_user:
+        raise InvalidField("end_user", end_user, f"a name of at most {MAX_USER} characters")
+    if of_end_users and len(subject) > MAX_OWNER:
+        raise InvalidField("subject", subject, f"a name of at most {MAX_OWNER} characters, where end users have limits")
     if kind not in KINDS:
         raise InvalidField("kind", kind, "one of " + ", ".join(KINDS))
+    if of_end_users and kind not in END_USER_KINDS:
+        raise InvalidField("kind", kind, f"for end users one of {', '.join(END_USER_KINDS)}")
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_VALUE:
         raise InvalidField("value", value, f"an integer from 0 to {MAX_VALUE}")
-    return Limit(scope=scope, subject=subject, kind=kind, value=value)
+    return Limit(scope=scope, subject=subject, kind=kind, value=value, end_user=end_user)
 
 
 def admit(
@@ -171,7 +236,7 @@ def _is_of_all(limit: Limit) -> bool:
 
 
 def _refuse(limit: Limit, wanted: int, remaining: int | None, at: int | None, now: int, currency: str) -> None:
-    text = f"{limit.kind}: the {limit.scope}'s limit is {amount(limit.kind, limit.value, currency)}; "
+    text = f"{limit.kind}: {_whose(limit)} is {amount(limit.kind, limit.value, currency)}; "
     left = "" if remaining is None else f"{plain(limit.kind, remaining)} are left and "
     text += f"{left}this request needs {plain(limit.kind, wanted)}"
     # clients retry a 429, some of them forever
@@ -186,6 +251,15 @@ def _refuse(limit: Limit, wanted: int, remaining: int | None, at: int | None, no
         allowed=limit.value,
         remaining=remaining,
         retry_after=float(at - now),
+    )
+
+
+def _whose(limit: Limit) -> str:
+    if limit.scope not in END_USER_SCOPES:
+        return f"the {limit.scope}'s limit"
+    owner = limit.scope.removesuffix("_user")
+    return (
+        f"the limit of this end user of the {owner}" if limit.end_user else f"the limit of each end user of the {owner}"
     )
 
 
@@ -218,7 +292,39 @@ def subjects_of(row: Mapping[str, str]) -> tuple[Subject, ...]:
         ("key", row["key_id"]),
         ("tenant", row["tenant"]),
         ("user", user_subject(row["endpoint"], row["key_id"])),
+        *_end_users(row["endpoint"], row["key_id"], row["tenant"], row.get("limited_user") or ""),
     )
+
+
+def _end_users(endpoint: str, key_id: str, tenant: str, end_user: str) -> tuple[Subject, ...]:
+    if not end_user:
+        return ()
+    return (
+        ("endpoint_user", user_subject(endpoint, user_subject(tenant, end_user))),
+        ("key_user", user_subject(key_id, end_user)),
+        ("tenant_user", user_subject(tenant, end_user)),
+    )
+
+
+def limited_by(endpoint: str, key_id: str, tenant: str, end_user: str) -> tuple[Subject, ...]:
+    """Return (scope, subject) of the limits, as they are set, that apply to a request of this endpoint, key, tenant and
+    end user ("" if none was named by a caller who may)."""
+    owners = {"endpoint_user": endpoint, "key_user": key_id, "tenant_user": tenant} if end_user else {}
+    return (
+        ("endpoint", endpoint),
+        ("key", key_id),
+        ("tenant", tenant),
+        ("user", endpoint),
+        *owners.items(),
+        *((scope, user_subject(owner, end_user)) for scope, owner in owners.items()),
+    )
+
+
+def in_force(found: Iterable[Limit]) -> list[Limit]:
+    """Return the limits of a request without those of each end user that this end user's own limits replace."""
+    limits = list(found)
+    own = {(limit.scope, limit.kind) for limit in limits if limit.end_user}
+    return [limit for limit in limits if limit.end_user or (limit.scope, limit.kind) not in own]
 
 
 def rebuilt(connection: sa.Connection, subject: Subject) -> WindowState:
@@ -258,11 +364,21 @@ def _rows_of(table: sa.Table, subject: Subject) -> sa.ColumnElement[bool]:
     if scope == "user":
         endpoint, _, key_id = name.partition("\n")
         return sa.and_(table.c.endpoint == endpoint, table.c.key_id == key_id)
+    if scope in END_USER_SCOPES:
+        owner, _, end_user = name.partition("\n")
+        if scope == "endpoint_user":
+            tenant, _, end_user = end_user.partition("\n")
+            owned = sa.and_(table.c.endpoint == owner, table.c.tenant == tenant)
+        else:
+            owned = {"key_user": table.c.key_id, "tenant_user": table.c.tenant}[scope] == owner
+        return sa.and_(owned, table.c.limited_user == end_user)
     return {"key": table.c.key_id, "tenant": table.c.tenant, "endpoint": table.c.endpoint}[scope] == name
 
 
 def _folded_of(connection: sa.Connection, subject: Subject) -> list[tuple[int, int]]:
-    """Return the cost of folded days, which count only in budgets."""
+    """Return the cost of folded days, which count only in budgets. They have no end users."""
+    if subject[0] in END_USER_SCOPES:
+        return []
     query = sa.select(folded.c.day, sa.func.sum(folded.c.cost)).where(_rows_of(folded, subject)).group_by(folded.c.day)
     return [(int(day) * windows.DAY_SECONDS, int(spent)) for day, spent in connection.execute(query)]
 
@@ -281,10 +397,11 @@ def check_integrity(store: Store) -> None:
 
     def work(connection: sa.Connection) -> None:
         store.lock_ledger(connection)
-        for scope, subject, stored in connection.execute(sa.select(window_table)).all():
+        rows = sa.select(window_table.c.scope, window_table.c.subject, window_table.c.state)
+        for scope, subject, stored in connection.execute(rows).all():
             state, expected = windows.decode(stored), rebuilt(connection, (scope, subject))
             now = max(state.latest, expected.latest)
-            for kind in KINDS:
+            for kind in END_USER_KINDS if scope in END_USER_SCOPES else KINDS:
                 have, want = windows.used(state, kind, now), windows.used(expected, kind, now)
                 assert have == want, f"{scope} {subject!r} {kind}: the window says {have}, the ledger {want}"
 

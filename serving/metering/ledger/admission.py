@@ -16,7 +16,19 @@ from msgspec import Struct
 from ...interface.errors import RequestError, Unavailable
 from ..accounts import windows
 from ..accounts.authorization import ANONYMOUS
-from ..accounts.limits import Limit, LimitStatus, Subject, admit, rebuilt, standing, subjects_of, user_subject
+from ..accounts.limits import (
+    END_USER_SCOPES,
+    Limit,
+    LimitStatus,
+    Subject,
+    admit,
+    in_force,
+    limited_by,
+    rebuilt,
+    standing,
+    subjects_of,
+    user_subject,
+)
 from ..accounts.money import currency_of
 from ..accounts.monotonic_clock import MonotonicClock
 from ..accounts.windows import Amounts, WindowState
@@ -27,6 +39,9 @@ from ..store.tables import windows as window_table
 from .lease import Bucket, Reservation
 from .settlement import LEDGER_FIRST, save_windows
 
+END_USER_IDLE_SECONDS = 3660
+"""How long a window of an end user is kept after its last use; of the longest window of rates, nothing is lost then."""
+MAX_END_USER_WINDOWS = 100_000
 RETRY_SECONDS = 30.0
 """The ``Retry-After`` of what an operator has to put right."""
 
@@ -135,7 +150,7 @@ def _read(
 
     Limits are by (scope, subject) as they were set, windows as they are counted; these are locked.
     """
-    named = {pair for one in asked for pair in _limited(one.reservation).items()}
+    named = {pair for one in asked for pair in _limited(one.reservation)}
     subjects = {subject for one in asked for subject in subjects_of(one.row)}  # type: ignore[arg-type]
     dialect = connection.dialect.name
     limit_rows, window_rows = fetch(
@@ -146,18 +161,16 @@ def _read(
     )[-2:]
     set_limits: dict[Subject, list[Limit]] = {}
     for scope, subject, kind, value in limit_rows:
-        set_limits.setdefault((scope, subject), []).append(Limit(scope=scope, subject=subject, kind=kind, value=value))
+        set_limits.setdefault((scope, subject), []).append(Limit.of_row(scope, subject, kind, value))
     return set_limits, {(scope, subject): windows.decode(state) for scope, subject, state in window_rows}
 
 
-def _limited(reservation: Reservation) -> dict[str, str]:
-    """Return the subjects of the limits that apply, by their scopes; a user's limit is set on the endpoint."""
-    named = {"endpoint": reservation.endpoint, "key": reservation.key_id}
-    return named | {"tenant": reservation.tenant, "user": reservation.endpoint}
+def _limited(reservation: Reservation) -> tuple[Subject, ...]:
+    return limited_by(reservation.endpoint, reservation.key_id, reservation.tenant, reservation.limited_user)
 
 
 def _limits_of(set_limits: dict[Subject, list[Limit]], reservation: Reservation) -> list[Limit]:
-    return [limit for pair in _limited(reservation).items() for limit in set_limits.get(pair, ())]
+    return in_force(limit for pair in _limited(reservation) for limit in set_limits.get(pair, ()))
 
 
 def _move_up_all(clock: MonotonicClock, states: dict[Subject, WindowState]) -> dict[Subject, WindowsAhead]:
@@ -222,13 +235,26 @@ def _pair(
     return [(limit, states[limit.scope, subjects[limit.scope]]) for limit in set_limits]
 
 
-def open_windows(connection: sa.Connection, store: Store, subjects: tuple[Subject, ...]) -> None:
-    """Build windows from the ledger while nothing else writes to it."""
+def open_windows(connection: sa.Connection, store: Store, subjects: tuple[Subject, ...], *, now: int = 0) -> None:
+    """Build windows from the ledger while nothing else writes to it. At second ``now`` those of end users are used."""
     store.lock_ledger(connection)
     for scope, subject in subjects:
-        state = windows.encode(rebuilt(connection, (scope, subject)))
-        insert = store.insert(window_table).values(scope=scope, subject=subject, state=state)
-        connection.execute(insert.on_conflict_do_nothing())
+        state = rebuilt(connection, (scope, subject))
+        used_at = max(now, state.latest) if scope in END_USER_SCOPES else None
+        row = {"scope": scope, "subject": subject, "state": windows.encode(state), "used_at": used_at}
+        connection.execute(store.insert(window_table).values(row).on_conflict_do_nothing())
+
+
+def prune_windows(connection: sa.Connection, now: int) -> int:
+    """Delete windows of end users that were not used for an hour, and the oldest beyond a number; return how many.
+
+    ``open_windows`` builds them again, exactly, when they are needed: this bounds the store, and changes no limit.
+    """
+    used_at = window_table.c.used_at
+    newest = sa.select(used_at).where(used_at.is_not(None)).order_by(used_at.desc())
+    last = connection.execute(newest.offset(MAX_END_USER_WINDOWS).limit(1)).scalar_one_or_none()
+    before = max(now - END_USER_IDLE_SECONDS, -1 if last is None else last)
+    return connection.execute(sa.delete(window_table).where(used_at <= before)).rowcount
 
 
 def _take(
@@ -276,10 +302,11 @@ def check(
         of_limits |= {"endpoint": ("endpoint", endpoint), "user": ("user", user_subject(endpoint, key_id))}
     named = {scope: (endpoint or "") if scope == "user" else subject[1] for scope, subject in of_limits.items()}
     found = connection.execute(sa.select(limits).where(_any(limits, named)))
-    set_limits = [Limit(scope=scope, subject=subject, kind=kind, value=value) for scope, subject, kind, value in found]
+    set_limits = [Limit.of_row(*row) for row in found]
     if not set_limits:
         return
-    rows = connection.execute(sa.select(window_table).where(_any(window_table, dict(of_limits.values()))))
+    columns = (window_table.c.scope, window_table.c.subject, window_table.c.state)
+    rows = connection.execute(sa.select(*columns).where(_any(window_table, dict(of_limits.values()))))
     states = {(scope, subject): windows.decode(state) for scope, subject, state in rows}
     _move_up(clock, states)
     paired = [(limit, states.get(of_limits[limit.scope], WindowState())) for limit in set_limits]

@@ -35,7 +35,8 @@ class Reservation(Struct, frozen=True, kw_only=True):
     ``pays_tokens`` is False if provisioned time is billed instead, so that tokens cost nothing extra. ``request_id`` is
     the server's own, unique for ever (1 to 256 bytes), and not an id chosen by callers. ``background`` requests have
     the prices of batches. ``model`` is the one that
-    answers, ``labels`` is what the caller says about the request.
+    answers, ``labels`` is what the caller says about the request. ``limited_user`` is the end user whose limits apply:
+    as the caller says, if it may name end users.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     background: bool = False
     model: ModelVersion = UNKNOWN
     labels: Labels = NONE
+    limited_user: str = ""
 
 
 class Began(Struct, frozen=True):

@@ -19,6 +19,7 @@ from sqlalchemy.exc import IntegrityError
 from ...interface.errors import AlreadyExists, InvalidField, RequestError, Unavailable
 from ...system.progress import MAX_ID
 from ..accounts.authorization import Caller
+from ..accounts.limits import Subject
 from ..accounts.money import FREE, Price, cost
 from ..accounts.monotonic_clock import MonotonicClock, since_boot
 from ..accounts.prices import Prices, price_names
@@ -46,6 +47,8 @@ BREAKER_SECONDS = 1.0
 """A circuit breaker: so long after a failure of the store admissions are refused and settlements spooled unasked."""
 ORPHAN_SECONDS = 30
 """How long a row may be open without a lease in its process; a later settlement replaces the one made then."""
+PRUNE_SECONDS = 60
+"""How long after one removal of old windows of end users upkeep waits with the next."""
 MAX_TOKENS = 2**40
 
 
@@ -113,6 +116,7 @@ class Ledger:
         self.on_outage: Callable[[], object] = lambda: None
         self._away_since: float | None = None
         self._open_rows = 0
+        self._pruned_at = monotonic()
         self._refusing_until = 0.0  # for admissions
         self._spooling_until = 0.0  # for settlements, so that a slow one stops no admissions
         self._thread: threading.Thread | None = None
@@ -215,7 +219,7 @@ class Ledger:
             try:
                 return self.store.read(lambda connection: limits_left(connection, caller, names, self._window_clock))
             except WindowMissing as missing:
-                self.store.write(partial(admission.open_windows, store=self.store, subjects=missing.subjects))
+                self.store.write(self._build(missing.subjects))
 
     def _check_open(self) -> None:
         """Raise ``Unavailable`` while nothing is admitted, whoever asks."""
@@ -313,11 +317,14 @@ class Ledger:
         missing = [i for i, reply in enumerate(replies) if isinstance(reply, WindowMissing)]
         if missing:
             subjects = sorted({one for i in missing for one in replies[i].subjects})  # type: ignore[union-attr]
-            build = partial(admission.open_windows, store=self.store, subjects=tuple(subjects))
-            self.store.write(build, timeout=ADMISSION_TIMEOUT)
+            self.store.write(self._build(tuple(subjects)), timeout=ADMISSION_TIMEOUT)
             for i, reply in zip(missing, self._reserve_all([asked[i] for i in missing]), strict=True):
                 replies[i] = reply
         return replies
+
+    def _build(self, subjects: tuple[Subject, ...]) -> Callable[[sa.Connection], None]:
+        now = int(self._window_clock.now())
+        return partial(admission.open_windows, store=self.store, subjects=subjects, now=now)
 
     def _reserve_one(self, asked: Asked) -> Reply:
         try:
@@ -478,7 +485,15 @@ class Ledger:
         self._close_orphans(owner)
         engine_journals.collect(self.store, self.state_dir)
         self.audit.run()
+        self._prune_windows()
         self._open_rows = crash_recovery.count_open(self.store)
+
+    def _prune_windows(self) -> None:
+        now = self.monotonic()
+        if now - self._pruned_at >= PRUNE_SECONDS:
+            self._pruned_at = now
+            second = int(self._window_clock.now())
+            self.store.write(lambda connection: admission.prune_windows(connection, second))
 
     def _settle_unspooled(self) -> None:
         """Try again to settle or spool what is kept in memory; it is kept there until it has been."""
@@ -601,4 +616,5 @@ def _row(reservation: Reservation, owner: str, started_ms: int, price: Price) ->
         "end_user": reservation.labels.user or None,
         "client_request_id": reservation.labels.client_request_id or None,
         "tags": reservation.labels.tags or None,
+        "limited_user": reservation.limited_user or None,
     }

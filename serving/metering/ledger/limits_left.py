@@ -46,7 +46,7 @@ def limits_left(
     found = []
     for endpoint, (scope, subject), window in own:
         query = sa.select(limits).where(limits.c.scope == scope, limits.c.subject == subject).order_by(limits.c.kind)
-        found += [(endpoint, window, Limit(**row._mapping)) for row in connection.execute(query)]
+        found += [(endpoint, window, Limit.of_row(*row)) for row in connection.execute(query)]
     states = {window: _state(connection, window) for window in dict.fromkeys(window for _, window, _ in found)}
     missing = tuple(window for window, state in states.items() if state is None)
     if missing:

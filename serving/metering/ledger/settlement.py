@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from ..accounts import windows
-from ..accounts.limits import Subject, subjects_of
+from ..accounts.limits import END_USER_SCOPES, Subject, subjects_of
 from ..accounts.money import Price, cost
 from ..accounts.windows import Amounts, WindowState
 from ..store.statements import FOR_UPDATE, TEXTS, Query, fetch, parameter, pipelined, update_rows
@@ -64,6 +64,10 @@ _SUBJECTS = (
     ("'key'", "key_id"),
     ("'tenant'", "tenant"),
     ("'user'", "endpoint || '\n' || key_id"),
+    # of rows without an end user these are null, which is the subject of no window
+    ("'endpoint_user'", "endpoint || '\n' || tenant || '\n' || limited_user"),
+    ("'key_user'", "key_id || '\n' || limited_user"),
+    ("'tenant_user'", "tenant || '\n' || limited_user"),
 )
 _FIND_WINDOWS = {
     name: "SELECT scope, subject, state FROM windows WHERE (scope, subject) IN ("
@@ -77,7 +81,12 @@ def save_windows(connection: sa.Connection, states: dict[Subject, WindowState]) 
     """Replace the states of windows that the transaction has locked."""
     if states:
         rows = [
-            {"scope": scope, "subject": subject, "state": windows.encode(state)}
+            {
+                "scope": scope,
+                "subject": subject,
+                "state": windows.encode(state),
+                "used_at": state.latest if scope in END_USER_SCOPES else None,
+            }
             for (scope, subject), state in states.items()
         ]
         update_rows(connection, window_table, ("scope", "subject"), rows)

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ..accounts import windows
 from ..accounts.audit import Actor, record
-from ..accounts.limits import rebuilt
+from ..accounts.limits import END_USER_SCOPES, rebuilt
 from ..store.store import Store
 from ..store.tables import buckets, ledger, provisioned_minutes
 from ..store.tables import windows as window_table
@@ -98,10 +98,12 @@ def _move_minutes(connection: sa.Connection, now: int, back: int) -> int:
 
 def _rebuild(connection: sa.Connection) -> int:
     changed = 0
-    for scope, subject, stored in connection.execute(sa.select(window_table)).all():
-        state = windows.encode(rebuilt(connection, (scope, subject)))
-        if state != stored:
+    rows = sa.select(window_table.c.scope, window_table.c.subject, window_table.c.state)
+    for scope, subject, stored in connection.execute(rows).all():
+        window = rebuilt(connection, (scope, subject))
+        if (state := windows.encode(window)) != stored:
             this = sa.and_(window_table.c.scope == scope, window_table.c.subject == subject)
-            connection.execute(sa.update(window_table).where(this).values(state=state))
+            used_at = window.latest if scope in END_USER_SCOPES else None
+            connection.execute(sa.update(window_table).where(this).values(state=state, used_at=used_at))
             changed += 1
     return changed

@@ -116,10 +116,18 @@ ledger = sa.Table(
     sa.Column("end_user", sa.String(256)),
     sa.Column("client_request_id", sa.String(256)),
     sa.Column("tags", sa.JSON(none_as_null=True)),
+    sa.Column("limited_user", sa.String(256)),  # the end user, where a trusted caller named it: limits count by it
     sa.Index("ledger_by_time", "started_ms", "request_id"),
     sa.Index("ledger_by_key", "key_id", "charged_at"),
     sa.Index("ledger_by_tenant", "tenant", "charged_at"),
     sa.Index("ledger_by_endpoint", "endpoint", "charged_at"),
+    sa.Index(
+        "ledger_by_limited_user",
+        "limited_user",
+        "tenant",
+        sqlite_where=sa.text("limited_user IS NOT NULL"),
+        postgresql_where=sa.text("limited_user IS NOT NULL"),
+    ),
     sa.Index(
         "ledger_open",
         "owner",
@@ -165,7 +173,7 @@ limits = sa.Table(
     "limits",
     metadata,
     sa.Column("scope", sa.String(16), primary_key=True),
-    sa.Column("subject", sa.String(256), primary_key=True),
+    sa.Column("subject", sa.String(512), primary_key=True),
     sa.Column("kind", sa.String(32), primary_key=True),
     sa.Column("value", sa.BigInteger, nullable=False),
 )
@@ -176,6 +184,13 @@ windows = sa.Table(
     sa.Column("scope", sa.String(16), primary_key=True),
     sa.Column("subject", sa.String(512), primary_key=True),
     sa.Column("state", sa.LargeBinary, nullable=False),
+    sa.Column("used_at", sa.BigInteger),  # the second of the last use, of windows of end users, which are pruned by it
+    sa.Index(
+        "windows_by_use",
+        "used_at",
+        sqlite_where=sa.text("used_at IS NOT NULL"),
+        postgresql_where=sa.text("used_at IS NOT NULL"),
+    ),
 )
 
 buckets = sa.Table(

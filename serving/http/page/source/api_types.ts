@@ -387,10 +387,11 @@ export interface KeyList {
 
 /** A limit; money is a decimal string. */
 export interface LimitInfo {
-  scope: "key" | "tenant" | "endpoint" | "user";
+  scope: "key" | "tenant" | "endpoint" | "user" | "key_user" | "tenant_user" | "endpoint_user";
   subject: string;
   kind: "itpm" | "otpm" | "qpm" | "qph" | "in_flight" | "budget" | "budget_day" | "budget_month";
   value: number | string;
+  end_user: string;
   unit: string;
 }
 

@@ -7,7 +7,7 @@ import type { KeyInfo, KeyList, NewKey } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
 import { say } from "../status";
 
-const SCOPES = ["invoke", "usage", "manage"];
+const SCOPES = ["invoke", "usage", "manage", "end_users"];
 const HEAD = ["Key", "Tenant", "Name", "Scopes", "May use", "Until", "State", "Action"];
 
 export function Keys() {
