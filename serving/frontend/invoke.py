@@ -174,6 +174,7 @@ def _start(
         target = Target(endpoint=entity.endpoint, entity=entity.entity, model=entity.identity)
         admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels))
         valid = admission.request
+        request.record.price = admission.lease.price
         if request.background is not None:
             admission.lease.hold()
             request.background.admitted(admission.lease)

@@ -15,6 +15,7 @@ from ..interface.errors import Aborted
 from ..interface.labels import NONE, Labels
 from ..interface.reply import Choice, Delta, Done, Ended, Piece, Score, Usage, Vector
 from ..interface.request import ValidRequest
+from ..metering.accounts.money import FREE, Price, cost
 from ..metering.usage.payloads import Payload
 from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..system import logs
@@ -63,6 +64,7 @@ class AccessRecord:
     prompt_tokens: int = 0
     key: str | None = None
     labels: Labels = NONE
+    price: Price = FREE
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None
     last: float | None = None
@@ -229,6 +231,14 @@ class AccessRecord:
         for kind, count in self._counts().items():
             metrics.TOKENS.labels(*labels, kind).inc(count)
 
+    def _costs(self) -> tuple[int, int] | None:
+        """Return what prompt and completion cost, in micro-units; None if tokens have no price here."""
+        if self.price == FREE:
+            return None
+        counts = self._counts()
+        prompt = cost(self.price, prompt=counts["prompt"], cached=counts["cached"], completion=0)
+        return prompt, cost(self.price, **counts) - prompt
+
     def _span(self, status: int, error: str | None, seconds: float) -> SpanRecord:
         assert self.trace is not None
         end = time.time_ns()
@@ -255,6 +265,7 @@ class AccessRecord:
             prompt_tokens=counts["prompt"] if self.task else None,
             cached_tokens=counts["cached"],
             completion_tokens=counts["completion"],
+            costs=self._costs(),
             body=self.body,
             replies=None if self.replies is None else shown,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..dialects.openai.span_values import SPAN_TYPES, choices_of, token_usage
 from ..interface.errors import RequestError
 from ..interface.reply import Choice
+from ..metering.accounts.money import MILLION, units
 from .tracing import SpanRecord
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 RESERVED = ("mlflow.", "mlflow_llm.")  # names of tags that are MLflow's and ours, not a caller's
 _NO_NAME = re.compile(r"[^\w.\- :]")  # characters that a tag's name in MLflow has not
 MAX_METADATA = 250  # characters of a value, which MLflow's database keeps of a trace's metadata
+MODEL_ID = "mlflow.modelId"  # of a trace's metadata, by which MLflow finds the traces of a logged model
 FIRST_TOKEN = "gen_ai.first_token"  # the name of an event
 
 
@@ -58,6 +60,15 @@ def usage(record: SpanRecord) -> dict[str, int] | None:
     return token_usage(record.prompt_tokens, record.cached_tokens, record.completion_tokens)
 
 
+def costs(record: SpanRecord) -> dict[str, float] | None:
+    """Return MLflow's costs, in the currency of the ledger; None if tokens have no price."""
+    if record.costs is None:
+        return None
+    prompt, completion = record.costs
+    micro = {"input_cost": prompt, "output_cost": completion, "total_cost": prompt + completion}
+    return {name: value / MILLION for name, value in micro.items()}
+
+
 def model(record: SpanRecord) -> str:
     return f"{record.endpoint}:{record.adapter}" if record.adapter else record.endpoint
 
@@ -94,6 +105,7 @@ def mlflow_attributes(record: SpanRecord) -> dict[str, str]:
         "mlflow.spanInputs": inputs(record),
         "mlflow.spanOutputs": outputs(record),
         "mlflow.chat.tokenUsage": usage(record),
+        "mlflow.llm.cost": costs(record),
         "mlflow.llm.model": model(record),
         "mlflow.llm.provider": "mlflow-llm",
         "mlflow.message.format": "openai",
@@ -132,6 +144,7 @@ def _facts(record: SpanRecord) -> dict[str, Any]:
         "mlflow_llm.stream": record.stream,
         "mlflow_llm.finish_reason": record.finish_reason,
         "mlflow_llm.time_to_first_token_ms": _ttft_ms(record),
+        "mlflow_llm.cost": None if record.costs is None else units(sum(record.costs)),
         "http.response.status_code": record.status,
     }
 
@@ -152,16 +165,19 @@ def _answered_by(record: SpanRecord) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def trace_info(record: SpanRecord, experiment_id: str) -> Any:
-    """Return MLflow's ``TraceInfo`` for a trace that begins here."""
+def trace_info(record: SpanRecord, experiment_id: str, model_id: str | None = None) -> Any:
+    """Return MLflow's ``TraceInfo`` for a trace that begins here; ``model_id`` is the logged model that answered."""
     from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
+    facts = trace_facts(record)
+    if model_id is not None:
+        facts["trace_metadata"][MODEL_ID] = model_id
     return TraceInfo(
         trace_location=TraceLocation.from_experiment_id(experiment_id),
         request_time=record.start_ns // 1_000_000,
         execution_duration=duration_ms(record),
         state=TraceState.OK if record.status < RequestError.status else TraceState.ERROR,
-        **trace_facts(record),
+        **facts,
     )
 
 
@@ -174,6 +190,8 @@ def trace_facts(record: SpanRecord) -> dict[str, Any]:
     metadata = {"mlflow.trace_schema.version": "3"}
     if found := usage(record):
         metadata["mlflow.trace.tokenUsage"] = json.dumps(found)
+    if record.costs is not None:
+        metadata["mlflow.trace.cost"] = json.dumps(costs(record))
     labels = record.labels
     for name, value in (("mlflow.trace.user", labels.user), ("mlflow.trace.session", labels.session)):
         if value:

@@ -8,6 +8,7 @@ its standard input closes, which the server keeps open as long as it lives. If `
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import select
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from ..model_files.model_uri import LOGGED_MODEL
 from ..system import logs
 from ..system.backoff import Backoff
 from .spans import mlflow_attributes, readable_span, semantic_attributes, trace_info
@@ -30,6 +32,7 @@ DRAIN_SECONDS = 5.0
 RETRY_SECONDS = 10.0
 MAX_RETRY_SECONDS = 300.0
 BATCH_RECORDS = 32
+MAX_MODELS = 1000  # whose ids are remembered
 
 
 class Sink(Protocol):
@@ -52,18 +55,42 @@ class MlflowSink:
         found = client.get_experiment_by_name(experiment)
         self.experiment_id = found.experiment_id if found else client.create_experiment(experiment)
         self._client = TracingClient()
+        self._registry = client
+        self._model_id = functools.lru_cache(MAX_MODELS)(self._find_model_id)
 
     def export(self, records: list[SpanRecord]) -> None:
         from mlflow.entities import Span, TraceData
 
         for record in records:
             span = Span(readable_span(record, mlflow_attributes(record)))
-            info = None if record.trace.parent_id else self._client.start_trace(trace_info(record, self.experiment_id))
+            info = None
+            if not record.trace.parent_id:
+                model_id = self._model_id(record.model.name, record.model.version)
+                info = self._client.start_trace(trace_info(record, self.experiment_id, model_id))
             try:
                 self._client.log_spans(self.experiment_id, [span])
             except NotImplementedError:  # MLflow's file store
                 if info is not None:
                     self._client._upload_trace_data(info, TraceData([span]))
+
+    def _find_model_id(self, name: str, version: str) -> str | None:
+        """Return the id of the logged model behind a registered version, by which MLflow shows its traces.
+
+        A registry may have forgotten the version, or be another server's; the trace is then without the id.
+        """
+        from mlflow.exceptions import MlflowException
+
+        if not version.isdecimal():
+            return None
+        try:
+            found = self._registry.get_model_version(name, version)
+        except MlflowException as error:
+            text = f"{type(error).__name__}: {str(error)[:300]}"
+            logs.event("traces have no model id", level=30, model=f"{name}/{version}", error=text)
+            return None
+        # MLflow's own database leaves the field empty, and keeps the id in the source
+        source = (found.source or "").removeprefix("models:").strip("/")
+        return found.model_id or (source if LOGGED_MODEL.fullmatch(source) else None)
 
 
 class OtlpSink:

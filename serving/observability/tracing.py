@@ -47,7 +47,8 @@ class SpanRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A finished request. Times are nanoseconds since the epoch.
 
     ``body`` and ``replies`` are present if content is traced: the request as received, and (choice, finish reason) of
-    each choice; the reason is None if the choice was cut off."""
+    each choice; the reason is None if the choice was cut off. ``costs`` are those of prompt and completion in
+    micro-units, if tokens have a price."""
 
     trace: TraceContext
     request_id: str
@@ -68,6 +69,7 @@ class SpanRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int | None = None
     cached_tokens: int = 0
     completion_tokens: int = 0
+    costs: tuple[int, int] | None = None
     body: bytes | None = None
     replies: list[tuple[Choice, str | None]] | None = None
 

@@ -13,6 +13,7 @@ from ...interface.errors import Aborted
 from ...interface.labels import NONE, Labels
 from ...model_files.model_version import UNKNOWN, ModelVersion
 from ..accounts.limits import LimitStatus
+from ..accounts.money import FREE, Price
 from .count_audit import BILLED_BELOW_RECEIVED, CountAudit
 from .lease_owner import LeaseOwner
 from .settlement import Settlement, Status
@@ -80,7 +81,7 @@ class Lease:
 
     It is a context manager: leaving the block always settles. ``slot`` is reserved for it in the owner's progress file.
     ``limits`` has, for each kind, the strictest limit right after the admission (for ``x-ratelimit-*`` headers).
-    ``within_reserve`` says that the reservation's bucket had room (True without a bucket).
+    ``within_reserve`` says that the reservation's bucket had room (True without a bucket). ``price`` is its row's.
     """
 
     def __init__(
@@ -93,11 +94,13 @@ class Lease:
         began: Began,
         limits: tuple[LimitStatus, ...],
         within_reserve: bool,
+        price: Price = FREE,
     ) -> None:
         self.reservation = reservation
         self.began = began
         self.limits = limits
         self.within_reserve = within_reserve
+        self.price = price
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0

@@ -150,7 +150,8 @@ class Ledger:
         except Unavailable as error:
             self._open_breaker(error)
             raise
-        row = _row(reservation, owner.name, began.wall_ms, price if reservation.pays_tokens else FREE)
+        price = price if reservation.pays_tokens else FREE
+        row = _row(reservation, owner.name, began.wall_ms, price)
         try:
             slot = owner.progress.hold()
         except OSError as error:  # nothing has been admitted
@@ -178,6 +179,7 @@ class Ledger:
             began=began,
             limits=admitted.limits,
             within_reserve=admitted.within_reserve,
+            price=price,
         )
         self._open[reservation.request_id] = lease
         return lease
