@@ -52,6 +52,7 @@ OPTION_KEYS = (
     "default_max_tokens",
     "max_resolvers",
     "resolve_timeout",
+    "alias_poll",
     "scale_to_zero_after",
     "max_clock_skew",
     "trace_sample",

@@ -35,7 +35,9 @@ from ..system import child, logs
 from .autoscaler import Autoscaler
 from .engine_memory import EngineMemory
 from .fleet import Fleet
-from .model_sources import config_of, with_files
+from .following.counts import CanaryCounts
+from .following.follower import AliasFollower
+from .model_sources import config_of, locate, with_files
 from .plan import PlanDirectory
 from .reconciler import TICK_SECONDS, Reconciler
 from .resolver_pool import ResolverPool
@@ -44,6 +46,7 @@ from .spec import ServeSpec, store_url
 
 logger = logging.getLogger(__name__)
 SPEC = "spec.json"
+METRICS = "PROMETHEUS_MULTIPROC_DIR"  # set by the server; the workers count in files of this directory
 ORPHANED_SECONDS = 120.0  # for the workers' last replies, when the server was killed
 
 
@@ -84,8 +87,24 @@ def main(argv: list[str]) -> int:
     fleet = Fleet(
         endpoints, name=gateway_name(spec.settings), gateway=plan_directory.gateway(), place=_gateway_place(spec)
     )
+    metered = spec.settings.database is not None
+    follower = AliasFollower(
+        endpoints,
+        locate=functools.partial(locate, overrides=spec.engine, metered=metered, find=resolver_pool),
+        poll=spec.settings.alias_poll,
+    )
     reconciler = Reconciler(
-        endpoints, supervisor, plan_directory, autoscaler, find=found, memory=memory, fleet=fleet, say=say, over=over
+        endpoints,
+        supervisor,
+        plan_directory,
+        autoscaler,
+        find=found,
+        memory=memory,
+        fleet=fleet,
+        follower=follower,
+        canary_counts=CanaryCounts(Path(os.environ[METRICS]) if METRICS in os.environ else None),
+        say=say,
+        over=over,
     )
     try:
         reconciler.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})

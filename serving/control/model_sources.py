@@ -118,6 +118,8 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         min_provisioned_throughput=spec.min_provisioned_throughput,
         max_provisioned_throughput=spec.max_provisioned_throughput,
         scale_to_zero_enabled=spec.scale_to_zero_enabled,
+        follow_alias=spec.follow_alias,
+        canary=spec.canary,
     )
     route = Route(served_model_name=spec.entity, traffic_percentage=100)
     return EndpointConfig(

@@ -20,6 +20,7 @@ from ..endpoints.config import EndpointConfig, EntityConfig, changes
 from ..endpoints.gateways import EndpointReport
 from ..endpoints.rows import content_hash
 from ..endpoints.store import EndpointState, EndpointStore
+from ..interface.canary import EntityCounts
 from ..interface.errors import NotFound, PackagingError, ServingError
 from ..metering.accounts.audit import Actor
 from ..model_files import downloads
@@ -30,6 +31,8 @@ from .autoscaler import Autoscaler
 from .deployed import DeployedEndpoint
 from .engine_memory import EngineMemory
 from .fleet import Fleet
+from .following.counts import CanaryCounts
+from .following.follower import AliasFollower
 from .plan import EngineRecords, Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
 from .rollout import Rollout
 
@@ -59,6 +62,8 @@ class Reconciler:
         find: Callable[[EntityConfig], EntityConfig],
         memory: EngineMemory | None = None,
         fleet: Fleet | None = None,
+        follower: AliasFollower | None = None,
+        canary_counts: CanaryCounts | None = None,
         say: Say = lambda stage, **fields: None,
         over: threading.Event | None = None,
     ) -> None:
@@ -71,6 +76,7 @@ class Reconciler:
         self._find, self._say = find, say
         self._memory = memory or EngineMemory()
         self._fleet = fleet or Fleet(endpoints, name="this server")
+        self._follower, self._canary_counts = follower, canary_counts or CanaryCounts(None)
         self._engines = EngineRecords()
         self._over = over or threading.Event()
         self._plan = plan_directory.read()  # of a controller process that was killed: valid until we know better
@@ -161,6 +167,8 @@ class Reconciler:
         """Start nothing more; work that is under way on threads ends with the process."""
         for executor in (self._finders, self._preparers):
             executor.shutdown(wait=False, cancel_futures=True)
+        if self._follower is not None:
+            self._follower.close()
 
     def tick(self) -> None:
         """Compare and act once. Steps that fail, for example because the store does not answer, are retried next
@@ -176,6 +184,8 @@ class Reconciler:
             self._publish(states)
             self._confirm()
             self._fleet.tick(states.values(), self._reports(states, loaded), serving=self._serving)
+            if self._follower is not None:
+                self._follower.tick(states.values(), self._fleet.fence)
         except (ServingError, OSError) as error:
             logger.warning("the endpoints: %s", error)
         self._clean()
@@ -369,8 +379,15 @@ class Reconciler:
                 failed_version=None if failed is None else failed.version,
                 message="" if failed is None else failed.message,
                 adapters=adapter_reports(self._plan, state.id, loaded.get(state.name, ()), is_adopted=is_adopted),
+                canary=self._counted(state),
             )
         return reports
+
+    def _counted(self, state: EndpointState) -> EntityCounts | None:
+        """Return what the canary of an endpoint has answered here; None without one."""
+        deployed = self._deployed.get(state.id)
+        canary = deployed.config.canary if deployed is not None else None
+        return None if canary is None else self._canary_counts(state.name, canary.name)
 
     def _content(self, state: EndpointState, version: int) -> str:
         place = (state.id, version)
@@ -406,6 +423,8 @@ class Reconciler:
             if key not in needed:
                 self._supervisor.remove(key)
         self._memory.keep_only(needed)
+        canaries = {(one.name, one.config.canary.name) for one in self._deployed.values() if one.config.canary}
+        self._canary_counts.keep_only(canaries)
         self._drop_files()
 
     def _drop_files(self) -> None:

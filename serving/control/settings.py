@@ -62,6 +62,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         drain_timeout: seconds that running requests have after SIGTERM.
         max_resolvers: processes that look up models at once, in all workers together (200 MB each).
         resolve_timeout: seconds that such a lookup may take, including downloads.
+        alias_poll: seconds between two looks at MLflow's registry for aliases that endpoints follow.
         scale_to_zero_after: seconds without a request after which the engine of an entity with
             ``scale_to_zero_enabled`` ends.
         engine_memory_budget: bytes that the engines of this machine may take together. Idle engines are unloaded when
@@ -118,6 +119,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     drain_timeout: SecondsOrZero = 30.0
     max_resolvers: Annotated[int, Meta(ge=1, le=64)] = 2
     resolve_timeout: Seconds = 900.0
+    alias_poll: Seconds = 60.0
     scale_to_zero_after: Seconds = 300.0
     engine_memory_budget: Bytes | None = None
     engine_timeout: Seconds = 60.0

@@ -8,7 +8,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from ..endpoints.config import moves
 from ..interface.bundle import Bundle
+from ..interface.canary import Canary
 from ..interface.dialect_settings import BATCH, DialectSettings, batched
 from ..interface.errors import InvalidField
 from ..interface.payload_log import PayloadLog
@@ -22,9 +24,9 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """An endpoint of the command line. ``entity`` is the URI of the served model as it was given, and its name; ``uri``
     names its version even if ``entity`` names an alias ("": ``entity`` does).
 
-    For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last three
-    fields are those of the management API: the reserved tokens/s, and whether an idle engine may end; they are not for
-    engines on other hosts.
+    For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last five
+    fields are those of the management API: the reserved tokens/s, whether an idle engine may end, whether the endpoint
+    follows the alias that ``entity`` names, and its canaries; they are not for engines on other hosts.
     """
 
     name: str
@@ -44,6 +46,8 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     min_provisioned_throughput: int | None = None
     max_provisioned_throughput: int | None = None
     scale_to_zero_enabled: bool = False
+    follow_alias: bool = False
+    canary: Canary | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -71,6 +75,7 @@ class ServeSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if one.payload_log is not None and self.settings.database is None:
                 allowed = "none without a database (--database), in which the log is kept"
                 raise InvalidField(f"endpoints[{place}].payload_log", msgspec.to_builtins(one.payload_log), allowed)
+            check_following(one, f"endpoints[{place}]")
         own = [one.dialects.over(self.dialects) for one in self.endpoints]
         for dialects in (self.dialects, *own):
             dialects.check()
@@ -89,6 +94,23 @@ class ServeSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether this server may run code that comes with a model."""
         own = any(endpoint.engine.trust_remote_code for endpoint in self.endpoints)
         return own or bool(self.engine.get("trust_remote_code"))
+
+
+def check_following(endpoint: EndpointSpec, field: str) -> None:
+    """Raise ``InvalidField`` for an endpoint that cannot follow an alias as it is told to."""
+    canary = None if endpoint.canary is None else msgspec.to_builtins(endpoint.canary)
+    if not endpoint.follow_alias:
+        if canary is not None:
+            raise InvalidField(f"{field}.canary", canary, "none without follow_alias")
+        return
+    if not moves(endpoint.entity):
+        allowed = f"false for {endpoint.entity}: only an alias, or latest, can move"
+        raise InvalidField(f"{field}.follow_alias", True, allowed)
+    if endpoint.addresses:
+        raise InvalidField(f"{field}.follow_alias", True, "false for engines on other hosts")
+    if canary is not None and endpoint.max_provisioned_throughput is not None:
+        allowed = "none with provisioned throughput, which would be reserved twice"
+        raise InvalidField(f"{field}.canary", canary, allowed)
 
 
 def _with_batch(engine: EngineSettings, dialects: DialectSettings) -> EngineSettings:

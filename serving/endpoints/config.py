@@ -9,10 +9,11 @@ import msgspec
 from msgspec import Struct
 
 from ..interface.bundle import Bundle
+from ..interface.canary import Canary
 from ..interface.dialect_settings import DialectSettings
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import EngineSettings, PrefixSharing
-from ..model_files.model_uri import by_version
+from ..model_files.model_uri import LATEST, by_version, parse
 from ..model_files.model_version import ModelVersion
 
 
@@ -47,6 +48,9 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
     With ``max_provisioned_throughput`` (tokens/s), it is provisioned. ``engine_settings`` replace those saved with the
     model; ``defaults`` (request fields) override the model's own. ``source`` is the model that was found; it is stored,
     but only its effective request defaults are shown.
+
+    With ``follow_alias``, the leader of the gateways moves the entity to the version that its alias means by then, at
+    once or by way of a ``canary``. A canary is itself an entity, with the name of its original in ``canary_of``.
     """
 
     name: str
@@ -57,6 +61,9 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
     scale_to_zero_enabled: bool = False
     engine_settings: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
+    follow_alias: bool = False
+    canary: Canary | None = None
+    canary_of: str | None = None
     source: ModelSource | None = None
 
     @property
@@ -107,6 +114,58 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
     payload_log: PayloadLog | None = None
     dialects: DialectSettings = DialectSettings()
 
+    @property
+    def canary(self) -> EntityConfig | None:
+        """The entity that is a canary; there is one at most."""
+        return next((entity for entity in self.served_entities if entity.canary_of is not None), None)
+
+    def entity(self, name: str) -> EntityConfig:
+        """Return the served entity of this name, which there is."""
+        return next(entity for entity in self.served_entities if entity.name == name)
+
+    def share(self, name: str) -> int:
+        """Return the percentage of the traffic that a served entity gets."""
+        return sum(route.traffic_percentage for route in self.routes if route.served_model_name == name)
+
+
+def moves(uri: str) -> bool:
+    """Return whether ``uri`` names a registered model by an alias or as the latest: another version may become it."""
+    named = parse(uri)
+    return named is not None and (named.alias is not None or (named.version or "").lower() == LATEST)
+
+
+def without_canary(config: EndpointConfig) -> EndpointConfig:
+    """Return ``config`` with the traffic of its canary given back to the entity that the canary is of."""
+    canary = config.canary
+    if canary is None:
+        return config
+    shares = {route.served_model_name: route.traffic_percentage for route in config.routes}
+    given_back = shares.pop(canary.name, 0)
+    shares[canary.canary_of or ""] += given_back
+    return msgspec.structs.replace(
+        config,
+        served_entities=tuple(entity for entity in config.served_entities if entity is not canary),
+        routes=tuple(Route(served_model_name=name, traffic_percentage=share) for name, share in shares.items()),
+    )
+
+
+def with_sources_of(config: EndpointConfig, present: EndpointConfig) -> EndpointConfig:
+    """Return ``config`` with the versions that ``present`` serves for entities that follow the same alias in both.
+
+    Which version of a followed alias is served is up to the leader of the gateways, not to a command line that starts.
+    """
+    served = {(entity.name, entity.uri): entity for entity in present.served_entities if entity.follow_alias}
+
+    def keeping(entity: EntityConfig) -> EntityConfig:
+        there = served.get((entity.name, entity.uri))
+        if there is None or not entity.follow_alias:
+            return entity
+        found = there.model
+        source = msgspec.structs.replace(entity.model, uri=found.uri, bundle=found.bundle, defaults=found.defaults)
+        return msgspec.structs.replace(entity, source=source)
+
+    return msgspec.structs.replace(config, served_entities=tuple(map(keeping, config.served_entities)))
+
 
 def changes(before: EndpointConfig, after: EndpointConfig) -> Iterator[str]:
     """Yield a sentence for each served entity that has another model in ``after`` although it was asked for by the same
@@ -155,8 +214,10 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
         {
             key: value
             for key, value in msgspec.to_builtins(entity).items()
-            if value not in (None, {}) and key != "source"
+            if value not in (None, {}) and key not in ("source", "follow_alias", "canary")
         }
+        | ({"follow_alias": True} if entity.follow_alias else {})
+        | ({"canary": msgspec.to_builtins(entity.canary)} if entity.canary is not None else {})
         | _found(entity.source)
         for entity in config.served_entities
     ]

@@ -11,14 +11,17 @@ from typing import Any, get_args
 
 import msgspec
 
+from ..interface.canary import NUMBERED, Canary
 from ..interface.dialect_settings import NAMES as DIALECT_SETTINGS
 from ..interface.dialect_settings import DialectSettings, batched
 from ..interface.errors import InvalidField
 from ..interface.payload_log import PayloadLog
 from ..interface.readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
 from ..interface.settings import GRANTED, NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
+from ..interface.validated_struct import Checked
+from ..model_files.model_uri import by_version
 from ..modes.provisioned import check_throughput
-from .config import EndpointConfig, EntityConfig, Route
+from .config import EndpointConfig, EntityConfig, Route, moves
 
 ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,254}")
 URI = re.compile(r"(models|runs):/+[^/\x00].{0,500}|/[^\x00]{1,1000}")
@@ -27,6 +30,8 @@ MAX_ENTITIES = 32
 MAX_RATE = 10**9
 
 name_in_urls = text(NAME, NAME_ALLOWED)
+# a canary's name is read where a config is sent back as it was shown; ``_entity`` checks the others
+_entity_name = text(re.compile(f"{NAME.pattern}({NUMBERED})?"), NAME_ALLOWED)
 _MODEL = "the name of a registered model, or a model's URI"
 _NUMBER = integer(0, 10**18 - 1)
 _VERSION_ALLOWED = "a version number or an alias"
@@ -75,10 +80,22 @@ def engine_settings_of(value: Any, path: str) -> dict[str, Any]:
     return value
 
 
+def _schema_of(kind: type[Checked]) -> dict[str, Any]:
+    schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
+    return {"type": "object", "additionalProperties": False, "properties": schema["properties"]}
+
+
+@reader(**_schema_of(Canary))
+def _canary(value: Any, path: str) -> Canary:
+    values = obj(value, path)
+    with as_written(None, path):
+        return Canary.read(values)
+
+
 _RATE = Entry(integer(0, MAX_RATE), "tokens/s")
 _ENTITY = {
     "name": Entry(
-        name_in_urls,
+        _entity_name,
         "Traffic is routed by it, and requests can ask for it; by default the model's",
     ),
     "entity_name": Entry(text(re.compile(f"{ENTITY_NAME.pattern}|{URI.pattern}"), _MODEL), _MODEL, required=_MODEL),
@@ -91,6 +108,9 @@ _ENTITY = {
     "environment_vars": Entry(_nothing),
     "engine_settings": Entry(engine_settings_of, "Settings that replace those saved with the model"),
     "defaults": Entry(obj, "Request fields for requests that lack them, over the model's own; null takes one away"),
+    "follow_alias": Entry(boolean, "Move to another version when the alias does"),
+    "canary": Entry(_canary, "Judge a new version by a share of the traffic before it gets all; see docs/endpoints.md"),
+    "canary_of": Entry(string, "Shown of a running canary, which an update ends: its traffic goes back"),
 }
 # the older names of fields, which older clients use
 OLDER = {"served_entities": "served_models", "entity_name": "model_name", "entity_version": "model_version"}
@@ -126,12 +146,7 @@ def _setting(name: str) -> Entry:
     return Entry(read, "See docs/mindie.md")
 
 
-def _payload_log_schema() -> dict[str, Any]:
-    schema = msgspec.json.schema(PayloadLog)["$defs"][PayloadLog.__name__]
-    return {"type": "object", "additionalProperties": False, "properties": schema["properties"]}
-
-
-@reader(**_payload_log_schema())
+@reader(**_schema_of(PayloadLog))
 def _payload_log(value: Any, path: str) -> PayloadLog:
     values = obj(value, path)
     with as_written(None, path):
@@ -188,6 +203,7 @@ def _is_older(body: Any) -> bool:
 def _config(listed: list[dict[str, Any]], found: dict[str, Any]) -> EndpointConfig:
     dialects = DialectSettings(**{name: found[name] for name in DIALECT_SETTINGS if name in found})
     dialects.check()
+    listed, found = _without_canaries(listed, found)
     entities = tuple(_entity(item, f"served_entities[{place}]", dialects) for place, item in enumerate(listed))
     names = [entity.name for entity in entities]
     for place, name in enumerate(names):
@@ -213,6 +229,7 @@ def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> Enti
     if not uri and not version:
         raise InvalidField(f"{field}.entity_version", item.get("entity_version"), _VERSION_ALLOWED)
     minimum, maximum = _throughput(item, field)
+    _check_following(item, maximum, field)
     return EntityConfig(
         name=name_in_urls(item.get("name", _name_of(entity_name, version)), f"{field}.name"),
         entity_name=entity_name,
@@ -222,7 +239,48 @@ def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> Enti
         scale_to_zero_enabled=item.get("scale_to_zero_enabled", False),
         engine_settings=batched(item.get("engine_settings", {}), dialects),
         defaults=item.get("defaults", {}),
+        follow_alias=item.get("follow_alias", False),
+        canary=item.get("canary"),
     )
+
+
+def _check_following(item: dict[str, Any], maximum: int | None, field: str) -> None:
+    if not item.get("follow_alias"):
+        if item.get("canary") is not None:
+            raise InvalidField(f"{field}.canary", msgspec.to_builtins(item["canary"]), "none without follow_alias")
+        return
+    name, version = item["entity_name"], item.get("entity_version", "")
+    uri = by_version(name, version).uri if version else name
+    if not moves(uri):
+        raise InvalidField(f"{field}.follow_alias", True, f"false for {uri}: only an alias, or latest, can move")
+    if item.get("canary") is not None and maximum is not None:
+        allowed = "none with provisioned throughput, which would be reserved twice"
+        raise InvalidField(f"{field}.canary", msgspec.to_builtins(item["canary"]), allowed)
+
+
+def _without_canaries(
+    listed: list[dict[str, Any]], found: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the entities and the other fields without canaries, whose traffic goes back to their originals.
+
+    A client that sends back a config as it is shown, with a change, sends the canary that runs as well.
+    """
+    kept = [item for item in listed if item.get("canary_of") is None]
+    routes = found.get("traffic_config", {}).get("routes")
+    if len(kept) == len(listed):
+        return listed, found
+    if not kept:
+        raise InvalidField("served_entities", [item.get("name") for item in listed], "an entity that is no canary")
+    if routes is None:
+        return kept, found
+    originals = {item.get("name"): item["canary_of"] for item in listed if item.get("canary_of") is not None}
+    shares: dict[str, int] = {}
+    for route in routes:
+        given = next((route[key] for key in _ENTITY_NAMES if key in route), None)
+        name = originals.get(given, given)
+        shares[name] = shares.get(name, 0) + route["traffic_percentage"]
+    merged = tuple({"served_model_name": name, "traffic_percentage": share} for name, share in shares.items())
+    return kept, found | {"traffic_config": found["traffic_config"] | {"routes": merged}}
 
 
 def _name_of(entity_name: str, version: str) -> str:

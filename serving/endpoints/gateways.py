@@ -18,6 +18,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
+from ..interface.canary import EntityCounts
 from ..interface.errors import Conflict
 from ..metering.store.store import Store
 from ..metering.store.tables import gateways, leadership
@@ -42,7 +43,8 @@ class EndpointReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     All of its workers serve config ``version`` (None: none of its configs), whose content has the hash ``content``.
     ``ready`` says whether the engines answer. Config ``failed_version`` cannot be served here, because of ``message``.
-    ``adapters`` has those that were loaded at run time, by their names.
+    ``adapters`` has those that were loaded at run time, by their names; ``canary`` what the canary of the config has
+    answered here, if it has one.
     """
 
     version: int | None = None
@@ -51,6 +53,7 @@ class EndpointReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     failed_version: int | None = None
     message: str = ""
     adapters: dict[str, AdapterReport] = {}
+    canary: EntityCounts | None = None
 
 
 Reports = Mapping[str, EndpointReport]

@@ -29,7 +29,10 @@ def config_version(endpoint: sa.Row, row: sa.Row) -> dict[str, Any]:
 
 
 def _state(endpoint: sa.Row, row: sa.Row) -> str:
-    """Return "active", "pending", "failed", "superseded" if it was active, or "replaced" if it was given up before."""
+    """Return "active", "pending", "failed", "superseded" if it was active, or "replaced" if it was given up before.
+
+    A version with a canary that has ended is "promoted", "rolled_back" or "stopped".
+    """
     if row.version == endpoint.active_version:
         return "active"
     if row.version == endpoint.pending_version:

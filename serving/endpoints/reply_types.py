@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from ..interface.canary import Canary
 from ..interface.dialect_settings import DialectSettings
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import PrefixSharing
@@ -40,6 +41,9 @@ class ServedEntityInfo(TypedDict):
     scale_to_zero_enabled: bool
     engine_settings: NotRequired[dict[str, Any]]
     defaults: NotRequired[dict[str, Any]]
+    follow_alias: NotRequired[bool]
+    canary: NotRequired[Canary]
+    canary_of: NotRequired[str]
     resolved_name: NotRequired[str]
     resolved_version: NotRequired[str]
     content_hash: NotRequired[str]
@@ -138,10 +142,12 @@ class EndpointInfo(TypedDict):
 
 
 class ConfigVersionInfo(TypedDict):
-    """A version of an endpoint's configuration. ``restores`` is the earlier version that a rollback made it of."""
+    """A version of an endpoint's configuration. ``restores`` is the earlier version that a rollback made it of.
+
+    A version with a canary ends as ``promoted``, ``rolled_back``, or ``stopped`` by an update; ``message`` says why."""
 
     config_version: int
-    state: Literal["active", "pending", "failed", "superseded", "replaced"]
+    state: Literal["active", "pending", "failed", "superseded", "replaced", "promoted", "rolled_back", "stopped"]
     creator: str
     creation_timestamp: int
     config: ConfigInfo  # type: ignore[valid-type]

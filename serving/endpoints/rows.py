@@ -18,6 +18,8 @@ from ..metering.store.store import Store
 from ..metering.store.tables import endpoint_configs, endpoint_tags, endpoints, limits, payloads
 from .config import EndpointConfig, EntityConfig
 
+MAX_MESSAGE = 4096
+
 
 def find_row(connection: sa.Connection, name: str) -> sa.Row:
     """Return the endpoint's row, locked if the transaction may write. Raises ``NotFound``."""
@@ -61,7 +63,7 @@ def insert_endpoint(
     counted = {"preserve_rowcount": True}  # otherwise psycopg's rowcount is -1 for an INSERT
     if connection.execute(new.on_conflict_do_nothing(), execution_options=counted).rowcount != 1:
         raise AlreadyExists(f"there is an endpoint {name!r} already")
-    _add_config(connection, name, 1, config, now_ms, by, by_operator=by_operator)
+    add_config(connection, name, 1, config, now_ms, by, by_operator=by_operator)
 
 
 def begin_update(
@@ -73,16 +75,17 @@ def begin_update(
     restores: int | None = None,
     *,
     by_operator: bool = True,
+    message: str = "",
 ) -> int:
     """Make ``config`` the pending config of the endpoint ``row``, and return its version."""
     version: int = row.last_version + 1
-    _add_config(connection, row.name, version, config, now_ms, by, restores, by_operator=by_operator)
+    add_config(connection, row.name, version, config, now_ms, by, restores, by_operator=by_operator, message=message)
     values = {"config_update": "IN_PROGRESS", "message": "", "pending_version": version, "last_version": version}
     change_endpoint(connection, row.name, now_ms, **values)
     return version
 
 
-def _add_config(
+def add_config(
     connection: sa.Connection,
     name: str,
     version: int,
@@ -92,10 +95,13 @@ def _add_config(
     restores: int | None = None,
     *,
     by_operator: bool,
+    outcome: str = "pending",
+    message: str = "",
 ) -> None:
+    """Insert a version of an endpoint's config; ``message`` says why there is it."""
     row = {"name": name, "version": version, "config": encode_config(config), "by_operator": by_operator}
-    row |= {"tasks": " ".join(tasks_of(config.served_entities[0])), "created_ms": now_ms, "outcome": "pending"}
-    row |= {"creator": by.name if by else "", "message": "", "restores": restores}
+    row |= {"tasks": " ".join(tasks_of(config.served_entities[0])), "created_ms": now_ms, "outcome": outcome}
+    row |= {"creator": by.name if by else "", "message": message[:MAX_MESSAGE], "restores": restores}
     connection.execute(sa.insert(endpoint_configs).values(row))
 
 
@@ -148,11 +154,23 @@ def stored_config(connection: sa.Connection, name: str, version: int) -> tuple[E
     return decode_config(text), tuple(tasks.split())
 
 
-def set_outcome(connection: sa.Connection, name: str, version: int, outcome: str, message: str = "") -> None:
-    """Record the outcome of the config ``version``, "active" or "failed", and why it failed."""
+def set_outcome(
+    connection: sa.Connection,
+    name: str,
+    version: int,
+    outcome: str,
+    message: str | None = None,
+    *,
+    served_ms: int | None = None,
+) -> None:
+    """Record the outcome of the config ``version``, such as "active" or "failed", and why, unless ``message`` is None;
+    ``served_ms`` is when it became the active one."""
     table = endpoint_configs.c
     this = sa.and_(table.name == name, table.version == version)
-    connection.execute(sa.update(endpoint_configs).where(this).values(outcome=outcome, message=message))
+    values: dict[str, Any] = {"outcome": outcome}
+    values |= {} if message is None else {"message": message[:MAX_MESSAGE]}
+    values |= {} if served_ms is None else {"served_ms": served_ms}
+    connection.execute(sa.update(endpoint_configs).where(this).values(**values))
 
 
 def config_rows(connection: sa.Connection, name: str) -> Sequence[sa.Row]:

@@ -29,12 +29,22 @@ from ..metering.accounts.authorization import ANONYMOUS, Caller
 from ..metering.store.store import Store
 from ..metering.store.tables import endpoints
 from .adapters import EndpointAdapters
-from .config import EndpointConfig, EntityConfig, ModelSource, config_to_wire, is_same
+from .config import (
+    EndpointConfig,
+    EntityConfig,
+    ModelSource,
+    config_to_wire,
+    is_same,
+    with_sources_of,
+    without_canary,
+)
 from .config_body import as_written, config_body
+from .following import Following
 from .gateways import Fence, Gateway, Gateways, check_fence, gateways_in
 from .history import config_version, version_to_restore
 from .management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, ROLLBACK, TAG_CHANGES
 from .rows import (
+    MAX_MESSAGE,
     begin_update,
     change_endpoint,
     config_rows,
@@ -92,6 +102,7 @@ class EndpointStore:
         self._changed = changed
         self.adapters = EndpointAdapters(store, clock, changed)
         self.gateways = Gateways(store)
+        self.following = Following(store, clock, changed)
 
     def create(self, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """Create an endpoint (``POST /api/2.0/serving-endpoints``). Raises ``AlreadyExists``, ``InvalidField``."""
@@ -227,12 +238,12 @@ class EndpointStore:
             if row.declared is None or not is_same(decode_config(row.declared), config):
                 change_endpoint(connection, name, None, declared=encode_config(config))
             version = _newest(row)
+            kept = config
             if version is not None:
-                if is_same(stored_config(connection, name, version)[0], config):
+                kept, there = _present(connection, name, version, config)
+                if there or is_operators(connection, name, version):
                     return version
-                if is_operators(connection, name, version):
-                    return version
-            return self._begin(connection, row, config, by, by_operator=False)
+            return self._begin(connection, row, kept, by, by_operator=False)
 
         try:
             return self._store.write(work)
@@ -244,7 +255,7 @@ class EndpointStore:
 
         def work(connection: sa.Connection) -> bool:
             version = _newest(find_row(connection, name))
-            if version is None or is_same(stored_config(connection, name, version)[0], config):
+            if version is None or _present(connection, name, version, config)[1]:
                 return False
             return is_operators(connection, name, version)
 
@@ -263,7 +274,10 @@ class EndpointStore:
             if row.declared is None:
                 raise Conflict(f"endpoint {name!r} has no config to go back to: no command line has declared it (-m)")
             version, declared = _newest(row), decode_config(row.declared)
-            if version is not None and is_same(stored_config(connection, name, version)[0], declared):
+            there = False
+            if version is not None:
+                declared, there = _present(connection, name, version, declared)
+            if version is not None and there:
                 set_operators(connection, name, version, False)
             else:
                 self._begin(connection, row, declared, by, by_operator=False)
@@ -328,10 +342,12 @@ class EndpointStore:
             row = find_row(connection, name)
             if row.config_update != "IN_PROGRESS" or row.pending_version != version:
                 return False
+            if row.active_version is not None:
+                _stop_canary(connection, name, row.active_version, version)
             _, tasks = stored_config(connection, name, version)
             now = {"active_version": version, "pending_version": None, "tasks": " ".join(tasks), "message": ""}
             change_endpoint(connection, name, self._now_ms(), ready="READY", config_update="NOT_UPDATING", **now)
-            set_outcome(connection, name, version, "active")
+            set_outcome(connection, name, version, "active", served_ms=self._now_ms())
             return True
 
         return self._store.write(work)
@@ -347,9 +363,9 @@ class EndpointStore:
             row = find_row(connection, name)
             if row.config_update != "IN_PROGRESS" or row.pending_version != version:
                 return False
-            values = {"config_update": "UPDATE_FAILED", "message": message[:4096], "pending_version": None}
+            values = {"config_update": "UPDATE_FAILED", "message": message[:MAX_MESSAGE], "pending_version": None}
             change_endpoint(connection, name, self._now_ms(), **values)
-            set_outcome(connection, name, version, "failed", message[:4096])
+            set_outcome(connection, name, version, "failed", message)
             return True
 
         return self._store.write(work)
@@ -405,6 +421,21 @@ def _newest(row: sa.Row) -> int | None:
     """Return the version of the config that the endpoint ``row`` has, or is getting; None if its first one failed."""
     version: int | None = row.active_version if row.pending_version is None else row.pending_version
     return version
+
+
+def _present(connection: sa.Connection, name: str, version: int, config: EndpointConfig) -> tuple[EndpointConfig, bool]:
+    """Return ``config`` with the versions of followed aliases that config ``version`` serves, and whether the two are
+    then the same; a canary that runs does not count."""
+    stored = stored_config(connection, name, version)[0]
+    kept = with_sources_of(config, stored)
+    return kept, is_same(without_canary(stored), kept)
+
+
+def _stop_canary(connection: sa.Connection, name: str, active: int, version: int) -> None:
+    """Record that config ``version`` of an operator or a command line has ended the canary of the ``active`` one."""
+    row = next(row for row in config_rows(connection, name) if row.version == active)
+    if row.outcome == "active" and decode_config(row.config).canary is not None:
+        set_outcome(connection, name, active, "stopped", f"version {version} took its place")
 
 
 def _must_be_idle(row: sa.Row) -> None:

@@ -18,7 +18,7 @@ from ..model_options import engine_overrides, request_fields
 _SHORT = re.compile(r"(?P<name>[^/@:=]+)(?:/(?P<version>\d+)|@(?P<alias>[\w-]+))")
 ENTITY_FIELDS = (
     "name", "entity_name", "entity_version", "min_provisioned_throughput", "max_provisioned_throughput",
-    "scale_to_zero_enabled", "engine_settings", "defaults",
+    "scale_to_zero_enabled", "engine_settings", "defaults", "follow_alias", "canary",
 )  # fmt: skip
 THROUGHPUT = ("min_provisioned_throughput", "max_provisioned_throughput")
 
@@ -34,6 +34,8 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         config: tuple[str, ...],
         defaults: tuple[str, ...],
         payload_log: str | None,
+        follow_alias: bool | None,
+        canary: str | None,
         **options: Any,
     ) -> Any:
         names = (*THROUGHPUT, "scale_to_zero_enabled", "sticky")
@@ -41,7 +43,11 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         changes["models"] = [entity_of(given) for given in models]
         changes["split"] = shares(split)
         if payload_log is not None:
-            changes["payload_log"] = log_settings(payload_log)
+            changes["payload_log"] = settings_of("--payload-log", payload_log)
+        if follow_alias is not None:
+            changes["follow_alias"] = follow_alias
+        if canary is not None:
+            changes["canary"] = settings_of("--canary", canary)
         changes["engine_settings"], changes["defaults"] = engine_overrides(config), request_fields(defaults)
         return command(*arguments, changes=changes, **options)
 
@@ -73,6 +79,15 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "--payload-log",
                 metavar="on|off|JSON",
                 help='Keep the texts of requests, as settings say: \'{"sample": 0.1, "max_age": 86400}\'.',
+            ),
+            click.option(
+                "--follow-alias/--no-follow-alias", default=None, help="Move to another version when the alias does."
+            ),
+            click.option(
+                "--canary",
+                metavar="on|off|JSON",
+                help="Judge a new version by a share of the traffic first: "
+                '\'{"traffic_percentage": 5, "duration_s": 900}\'.',
             ),
         )
     ):
@@ -116,8 +131,8 @@ def shares(given: tuple[str, ...]) -> dict[str, int]:
     return found
 
 
-def log_settings(given: str) -> dict[str, Any] | None:
-    """Return the settings of a payload log; None for "off". Raises ``UsageError``."""
+def settings_of(option: str, given: str) -> dict[str, Any] | None:
+    """Return the settings that ``option`` is given; None for "off". Raises ``UsageError``."""
     if given in ("on", "off"):
         return {} if given == "on" else None
     try:
@@ -125,7 +140,7 @@ def log_settings(given: str) -> dict[str, Any] | None:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise click.UsageError(f"--payload-log {given}: expected on, off, or a JSON object of its settings")
+        raise click.UsageError(f"{option} {given}: expected on, off, or a JSON object of its settings")
     return found
 
 
@@ -140,8 +155,9 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return ``config``, as the API shows it, with ``changes``.
 
     Models take the place of all that are served. The settings of an entity stay if its name does, or if one takes the
-    place of one. Raises ``UsageError``.
+    place of one. A canary that runs is left out: an update ends it. Raises ``UsageError``.
     """
+    config = _without_canary(config)
     present = [{key: one[key] for key in ENTITY_FIELDS if key in one} for one in config["served_entities"]]
     entities = present
     if changes["models"]:
@@ -156,6 +172,19 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 SHOWN_ONLY = ("served_entities", "served_models", "traffic_config", "config_version", "start_time")
 
 
+def _without_canary(config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with the traffic of a canary given back to the model that it may take the place of."""
+    canaries = {one["name"]: one["canary_of"] for one in config["served_entities"] if "canary_of" in one}
+    if not canaries:
+        return config
+    given: dict[str, int] = {}
+    for name, share in _traffic(config).items():
+        given[canaries.get(name, name)] = given.get(canaries.get(name, name), 0) + share
+    routes = [{"served_model_name": name, "traffic_percentage": share} for name, share in given.items()]
+    kept = [one for one in config["served_entities"] if one["name"] not in canaries]
+    return config | {"served_entities": kept, "traffic_config": config["traffic_config"] | {"routes": routes}}
+
+
 def _settings_for(entity: dict[str, Any], present: list[dict[str, Any]], count: int) -> dict[str, Any]:
     """Return the settings that a model takes over: from the entity of its name, or from the only one there is."""
     same = [one for one in present if one["name"] == entity.get("name")]
@@ -166,7 +195,8 @@ def _settings_for(entity: dict[str, Any], present: list[dict[str, Any]], count: 
 
 
 def _changed_entity(entity: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    given = {name: changes[name] for name in (*THROUGHPUT, "scale_to_zero_enabled") if name in changes}
+    names = (*THROUGHPUT, "scale_to_zero_enabled", "follow_alias", "canary")
+    given = {name: changes[name] for name in names if name in changes}
     merged = {name: entity.get(name, {}) | changes[name] for name in ("engine_settings", "defaults") if changes[name]}
     return entity | given | merged
 

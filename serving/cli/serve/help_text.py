@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Limits": (
         "max_connections", "max_connections_per_address", "max_queued", "default_max_tokens", "timeout",
         "stream_start_after", "stream_keep_alive", "drain_timeout", "max_resolvers", "resolve_timeout",
-        "max_clock_skew",
+        "max_clock_skew", "alias_poll",
     ),
     "Engine": (
         "engine_memory_budget", "scale_to_zero_after", "engine_timeout", "prefix_sharing", "adapter_sources",

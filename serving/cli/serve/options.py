@@ -199,6 +199,11 @@ _OPTIONS = (
         help="Seconds that a lookup may take, including downloads.",
     ),
     _setting(
+        "--alias-poll",
+        type=click.FloatRange(0, min_open=True),
+        help="Seconds between two looks at the registry for aliases that endpoints follow.",
+    ),
+    _setting(
         "--max-queued",
         type=click.IntRange(0),
         help="Requests that may wait at an endpoint; more get a 503.",

@@ -11,6 +11,7 @@ import msgspec
 
 from ...control.settings import ServerSettings
 from ...control.spec import ServeSpec
+from ...interface.canary import Canary
 from ...interface.dialect_settings import DialectSettings
 from ...interface.errors import InvalidField
 from ...interface.payload_log import PayloadLog
@@ -57,6 +58,7 @@ def _settings_in(raw: Any, settings: type[Checked]) -> Iterator[tuple[str, type[
         found.append((f"endpoints[{place}].engine", EngineSettings, one))
         found.append((f"endpoints[{place}].dialects", DialectSettings, one))
         found.append((f"endpoints[{place}].payload_log", PayloadLog, one))
+        found.append((f"endpoints[{place}].canary", Canary, one))
     for parent, checked, holder in found:
         values = holder.get(parent.rpartition(".")[2]) if isinstance(holder, dict) else None
         if isinstance(values, dict):

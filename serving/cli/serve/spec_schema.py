@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from ...control.spec import ServeSpec
+from ...interface.canary import Canary
 from ...interface.dialect_settings import DialectSettings
 from ...interface.payload_log import PayloadLog
 from ...interface.settings import EngineSettings
@@ -42,7 +43,11 @@ def schema(kind: str) -> dict[str, Any]:
 def _settings_of(kind: type[Any]) -> tuple[type[Checked], ...]:
     from ...control.settings import ServerSettings
 
-    return (ServerSettings, EngineSettings, DialectSettings, PayloadLog) if kind is ServeSpec else (EngineSettings,)
+    return (
+        (ServerSettings, EngineSettings, DialectSettings, PayloadLog, Canary)
+        if kind is ServeSpec
+        else (EngineSettings,)
+    )
 
 
 def _or_size(field: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ MIN_DAYS = 90
 MAX_DAYS = 36_500
 DAY_MS = 86_400_000
 BATCH_ROWS = 2000  # entries per transaction
-Via = Literal["http", "command", "python"]
+Via = Literal["http", "command", "python", "server"]
 
 
 class Actor(Struct, frozen=True, kw_only=True):

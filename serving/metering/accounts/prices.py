@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import sqlalchemy as sa
 
+from ...interface.canary import base_name
 from ...interface.errors import InvalidField
 from ...model_files.model_version import ModelVersion
 from ..store.group_commit import GroupCommit
@@ -27,11 +28,14 @@ ANY = "*"
 def price_names(entity: str, model: ModelVersion, endpoint: str, *, background: bool = False) -> tuple[str, ...]:
     """Return the names that the price of a request may be set by, the closest first.
 
-    They are the served entity, the registered version (``assistant/3``), the registered model (``assistant``), and the
-    endpoint: a model has a name whichever way it was served. For a request of a batch, each of them with ``BATCH``
-    before it, and that of all models, come first (``batch:assistant``, ``batch:*``).
+    They are the served entity (for a canary also the one it is of), the registered version (``assistant/3``), the
+    registered model (``assistant``), and the endpoint: a model has a name whichever way it was served. For a request of
+    a batch, each of them with ``BATCH`` before it, and that of all models, come first (``batch:assistant``,
+    ``batch:*``).
     """
-    names = (entity, model.label, model.name, endpoint)
+    names: tuple[str, ...] = (entity, model.label, model.name, endpoint)
+    if (original := base_name(entity)) is not None:
+        names = (entity, original, *names[1:])
     if not background:
         return names
     return (*(f"{BATCH}{name}" for name in (*filter(None, names), ANY)), *names)

@@ -265,6 +265,15 @@ endpoint_configs = sa.Table(
     sa.Column("creator", sa.String(128), nullable=False, server_default=""),
     sa.Column("message", sa.Text, nullable=False, server_default=""),
     sa.Column("restores", sa.Integer),  # the version that it is equal to, of a rollback
+    sa.Column("served_ms", sa.BigInteger),  # when it became the active one
+)
+
+followed_aliases = sa.Table(  # the version that an alias meant when it was last looked at, and acted upon
+    "followed_aliases",
+    metadata,
+    sa.Column("name", sa.String(256), sa.ForeignKey("endpoints.name", ondelete="CASCADE"), primary_key=True),
+    sa.Column("entity", sa.String(512), primary_key=True),
+    sa.Column("seen", sa.Text, nullable=False),
 )
 
 endpoint_adapters = sa.Table(

@@ -10,7 +10,7 @@ import click
 import msgspec
 import pytest
 
-from mlflow_llm.serving.cli.endpoints.config_options import changed, log_settings, new_config
+from mlflow_llm.serving.cli.endpoints.config_options import changed, new_config, settings_of
 from mlflow_llm.serving.cli.serve.spec_files import read_serve_spec
 from mlflow_llm.serving.cli.serve.spec_schema import schema
 from mlflow_llm.serving.control.model_sources import config_of
@@ -77,7 +77,10 @@ def test_the_options_of_a_command() -> None:
     served = CONFIG | {"traffic_config": {"routes": [{"served_model_name": "m", "traffic_percentage": 100}]}}
     logged = served | {"payload_log": {"sample": 0.5}, "config_version": 3}
     assert changed(logged, NO_CHANGE)["payload_log"] == {"sample": 0.5}
-    assert changed(logged, NO_CHANGE | {"payload_log": log_settings("on")})["payload_log"] == {}
-    assert "payload_log" not in changed(logged, NO_CHANGE | {"payload_log": log_settings("off")})
-    changes = NO_CHANGE | {"models": CONFIG["served_entities"], "payload_log": log_settings('{"max_rows": 5}')}
+    assert changed(logged, NO_CHANGE | {"payload_log": settings_of("--payload-log", "on")})["payload_log"] == {}
+    assert "payload_log" not in changed(logged, NO_CHANGE | {"payload_log": settings_of("--payload-log", "off")})
+    changes = NO_CHANGE | {
+        "models": CONFIG["served_entities"],
+        "payload_log": settings_of("--payload-log", '{"max_rows": 5}'),
+    }
     assert new_config(changes)["payload_log"] == {"max_rows": 5}

@@ -99,6 +99,18 @@ export interface CalledFunctionDelta {
   arguments: string;
 }
 
+/** The settings of the canary of an entity that follows an alias. Without them, the entity moves at once. Attributes: traffic_percentage: percent of the entity's traffic that the new version gets while it is judged. duration_s: seconds after which the new version gets all of the traffic, unless a bound is broken before. min_requests: requests that are counted before a bound on errors or latency is judged; the canary also lasts until there are so many. max_error_rate: share of the requests that may fail (status 500 and above); null for no bound. max_ttft_p95_s: seconds within which 95 % of the streamed requests must get their first token. max_tpot_p95_s: seconds per token that 95 % of the streamed requests must keep to. min_scores: lower bounds of metrics that MLflow has of the version's logged model or run. */
+export interface Canary {
+  traffic_percentage: number;
+  duration_s: number;
+  min_requests: number;
+  max_error_rate: number | null;
+  max_ttft_p95_s: number | null;
+  max_tpot_p95_s: number | null;
+  /** at most 20 names of metrics, each with a number */
+  min_scores: Record<string, number>;
+}
+
 export interface ChangedLimits {
   currency: string;
   limits: LimitInfo[];
@@ -654,6 +666,9 @@ export interface ServedEntityInfo {
   scale_to_zero_enabled: boolean;
   engine_settings?: Record<string, unknown>;
   defaults?: Record<string, unknown>;
+  follow_alias?: boolean;
+  canary?: Canary;
+  canary_of?: string;
   resolved_name?: string;
   resolved_version?: string;
   content_hash?: string;

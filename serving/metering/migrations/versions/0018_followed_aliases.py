@@ -1,0 +1,26 @@
+"""The version that a followed alias meant when it was last acted upon, and when a config became the active one."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0018"
+down_revision = "0017"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("endpoint_configs", sa.Column("served_ms", sa.BigInteger))
+    op.create_table(
+        "followed_aliases",
+        sa.Column("name", sa.String(256), sa.ForeignKey("endpoints.name", ondelete="CASCADE"), primary_key=True),
+        sa.Column("entity", sa.String(512), primary_key=True),
+        sa.Column("seen", sa.Text, nullable=False),
+    )
+
+
+def downgrade() -> None:
+    op.drop_table("followed_aliases")
+    op.drop_column("endpoint_configs", "served_ms")
