@@ -1,2 +1,2 @@
-"""``mlflow-llm keys``, ``limits``, ``prices``, ``usage``, ``windows`` and ``audit``: who may use a server, how
-much of it, and what was used."""
+"""``mlflow-llm keys``, ``limits``, ``prices``, ``usage``, ``windows``, ``ledger`` and ``audit``: who may use a server,
+how much of it, and what was used."""

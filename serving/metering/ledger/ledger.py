@@ -24,6 +24,7 @@ from ..accounts.money import FREE, Price, cost
 from ..accounts.monotonic_clock import MonotonicClock, since_boot
 from ..accounts.prices import Prices, price_names
 from ..accounts.windows import Amounts
+from ..proof import chain
 from ..store.checks import reason
 from ..store.group_commit import GroupCommit
 from ..store.staleness import StalenessDetector
@@ -50,6 +51,8 @@ ORPHAN_SECONDS = 30
 PRUNE_SECONDS = 60
 """How long after one removal of old windows of end users upkeep waits with the next."""
 MAX_TOKENS = 2**40
+MAX_CHAIN_BATCHES = 25
+"""At most so many batches of links a round of upkeep, which has other work too."""
 
 
 class LedgerStatus(Struct, frozen=True, kw_only=True):
@@ -488,6 +491,7 @@ class Ledger:
         engine_journals.collect(self.store, self.state_dir)
         self.audit.run()
         self._prune_windows()
+        self._extend_chain()
         self._open_rows = crash_recovery.count_open(self.store)
 
     def _prune_windows(self) -> None:
@@ -496,6 +500,12 @@ class Ledger:
             self._pruned_at = now
             second = int(self._window_clock.now())
             self.store.write(lambda connection: admission.prune_windows(connection, second))
+
+    def _extend_chain(self) -> None:
+        """Link what was settled, unless another process is doing so."""
+        for _ in range(MAX_CHAIN_BATCHES):
+            if chain.extend(self.store, self.now_ms()) < chain.BATCH_ROWS:
+                return
 
     def _settle_unspooled(self) -> None:
         """Try again to settle or spool what is kept in memory; it is kept there until it has been."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ...interface.errors import AlreadyExists
+from ..proof.chain import extend
 from ..store.identity import ensure_identity
 from ..store.staleness import StalenessDetector
 from ..store.store import Store
@@ -55,6 +56,8 @@ def settle_ended(
         now = crash_recovery.heartbeats(store, directory)
         silent = [name for name in away if name in now and now[name] == before.get(name)]
         count += sum(crash_recovery.recover_rows(store, name, _now_ms()) for name in silent)
+    while extend(store, _now_ms(), wait=True):
+        pass
     return Settled(rows=count, living=crash_recovery.count_open(store))
 
 

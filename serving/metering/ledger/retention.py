@@ -8,6 +8,7 @@ from collections.abc import Callable
 import sqlalchemy as sa
 
 from ...interface.errors import InvalidField
+from ..proof.chain import extend, link_folded, lock
 from ..store.store import Store
 from ..store.tables import folded, ledger
 
@@ -32,15 +33,18 @@ def fold(store: Store, days: int, *, clock: Callable[[], float] = time.time) -> 
     if not isinstance(days, int) or isinstance(days, bool) or days < MIN_DAYS:
         raise InvalidField("days", days, f"an integer from {MIN_DAYS}: a month's budget is counted by rows")
     before = int(clock() * 1000) - days * DAY_MS
-    total = 0
-    while count := store.write(lambda connection: _fold_batch(store, connection, before)):
+    total, now_ms = 0, int(clock() * 1000)
+    while extend(store, now_ms, wait=True):  # only rows with links are folded, so that these remain of them
+        pass
+    while count := store.write(lambda connection: _fold_batch(store, connection, before, now_ms)):
         total += count
     return total
 
 
-def _fold_batch(store: Store, connection: sa.Connection, before: int) -> int:
+def _fold_batch(store: Store, connection: sa.Connection, before: int, now_ms: int) -> int:
+    lock(store, connection)
     store.lock_ledger(connection)  # since windows are rebuilt from rows and folded days together
-    old = sa.and_(ledger.c.started_ms < before, ledger.c.status != "open")
+    old = sa.and_(ledger.c.started_ms < before, ledger.c.status != "open", ledger.c.chained.is_not(None))
     order = (ledger.c.started_ms, ledger.c.request_id)
     batch = sa.select(*order).where(old).order_by(*order).limit(BATCH_ROWS).subquery()
     chosen = sa.and_(old, ledger.c.request_id.in_(sa.select(batch.c.request_id)))
@@ -59,4 +63,5 @@ def _fold_batch(store: Store, connection: sa.Connection, before: int) -> int:
         for row in found
     ]
     connection.execute(insert.on_conflict_do_update(index_elements=list(GROUP_COLUMNS), set_=added), rows)
+    link_folded(connection, store, sa.select(ledger.c.request_id).where(chosen), now_ms)
     return connection.execute(sa.delete(ledger).where(chosen)).rowcount

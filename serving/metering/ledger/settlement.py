@@ -177,6 +177,7 @@ def _closing(settlement: Settlement, found: dict[str, Any]) -> tuple[dict[str, A
         "finish_reason": settlement.finish_reason,
         "status": settlement.status,
         "bucket_milli": used_milli if found["bucket_milli"] else 0,
+        "chained": None,  # it is linked, or linked anew, by the next upkeep
     }
     change = Amounts(
         input=settlement.prompt - before[0],

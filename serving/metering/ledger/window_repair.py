@@ -12,6 +12,7 @@ from msgspec import Struct
 from ..accounts import windows
 from ..accounts.audit import Actor, record
 from ..accounts.limits import END_USER_SCOPES, rebuilt
+from ..proof.chain import link_repaired, lock
 from ..store.store import Store
 from ..store.tables import buckets, ledger, provisioned_minutes
 from ..store.tables import windows as window_table
@@ -43,10 +44,11 @@ def repair(
     now = int(clock.read().store)
 
     def work(connection: sa.Connection) -> Repaired:
+        lock(store, connection)
         store.lock_ledger(connection)
         latest = _latest(connection)
         back = max(latest - now, 0) if shift is None else shift
-        rows = _move_rows(connection, now, back)
+        rows = _move_rows(connection, store, now, back)
         minutes = _move_minutes(connection, now, back)
         connection.execute(sa.update(buckets).where(buckets.c.at_ms > now * 1000).values(at_ms=now * 1000))
         done = Repaired(rows=rows, minutes=minutes, windows=_rebuild(connection), shift=back)
@@ -67,16 +69,20 @@ def _earlier(column: sa.ColumnElement[Any], now: int, back: int) -> sa.ColumnEle
     return sa.case((moved > now, now), else_=moved)
 
 
-def _move_rows(connection: sa.Connection, now: int, back: int) -> int:
+def _move_rows(connection: sa.Connection, store: Store, now: int, back: int) -> int:
     table = ledger.c
+    linked = sa.select(table.request_id).where(table.charged_at > now, table.chained.is_not(None))
+    changed = connection.execute(linked).scalars().all()
     future = sa.update(ledger).where(table.charged_at > now)
-    return connection.execute(
+    moved = connection.execute(
         future.values(
             charged_at=_earlier(table.charged_at, now, back),
             started_ms=_earlier(table.started_ms, now * 1000, back * 1000),
             ended_ms=_earlier(table.ended_ms, now * 1000, back * 1000),
         )
     ).rowcount
+    link_repaired(connection, store, changed, now * 1000)
+    return moved
 
 
 def _move_minutes(connection: sa.Connection, now: int, back: int) -> int:

@@ -77,6 +77,7 @@ settings = sa.Table(
     sa.Column("value", sa.String(256), nullable=False),
 )
 
+_UNCHAINED = sa.text("status <> 'open' AND chained IS NULL")
 ledger = sa.Table(
     "ledger",
     metadata,
@@ -117,6 +118,7 @@ ledger = sa.Table(
     sa.Column("client_request_id", sa.String(256)),
     sa.Column("tags", sa.JSON(none_as_null=True)),
     sa.Column("limited_user", sa.String(256)),  # the end user, where a trusted caller named it: limits count by it
+    sa.Column("chained", sa.BigInteger),  # its newest link; null until it has one, and since it changed
     sa.Index("ledger_by_time", "started_ms", "request_id"),
     sa.Index("ledger_by_key", "key_id", "charged_at"),
     sa.Index("ledger_by_tenant", "tenant", "charged_at"),
@@ -134,6 +136,22 @@ ledger = sa.Table(
         sqlite_where=sa.text("status = 'open'"),
         postgresql_where=sa.text("status = 'open'"),
     ),
+    sa.Index("ledger_unchained", "request_id", sqlite_where=_UNCHAINED, postgresql_where=_UNCHAINED),
+)
+
+links = sa.Table(  # the hash chain of the ledger (``metering.proof.chain``)
+    "ledger_links",
+    metadata,
+    sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("request_id", sa.String(256), nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),  # the row's status; repaired, folded
+    sa.Column("row_hash", sa.String(64), nullable=False),
+    sa.Column("previous", sa.String(64), nullable=False),
+    sa.Column("hash", sa.String(64), nullable=False),
+    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    sa.Column("signature", sa.String(128)),  # of the last link of a batch
+    sa.Column("folded_by", sa.BigInteger),  # the link of the rows whose sums replaced this one's
+    sa.Index("ledger_links_by_request", "request_id"),
 )
 
 journals = sa.Table(

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from ...metering.accounts import windows
 from ...metering.accounts.limits import Limit, Subject, rebuilt, subjects_of
 from ...metering.accounts.windows import BUDGETS, DAY_SECONDS, KINDS, SLOTS_BEFORE, month_of
+from ...metering.proof.chain_check import check as check_chain
 from ...metering.store.tables import limits as limits_table
 from ...metering.store.tables import windows as windows_table
 from .database import Database
@@ -124,6 +125,9 @@ class Invariants:
             require(row is not None, f"{request.request_id}: the row of an admitted request is missing")
             assert row is not None
             self._check_end(request, row)
+        chain = check_chain(self._database.store)
+        require(not chain.num_problems, f"the chain: {chain.problems}")
+        require(chain.rows == len(self._rows), f"the chain has {chain.rows} of {len(self._rows)} rows")
 
     def _check_end(self, request: Request, row: sqlite3.Row) -> None:
         name, told = request.request_id, _told(row)

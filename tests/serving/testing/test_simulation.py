@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from mlflow_llm.serving.metering.ledger import admission, crash_recovery, settlement
+from mlflow_llm.serving.metering.proof import chain
 from mlflow_llm.serving.metering.store.group_commit import GroupCommit
 from mlflow_llm.serving.testing.simulation.hosts import Host, Process
 from mlflow_llm.serving.testing.simulation.machine import Machine, simulated
@@ -52,13 +53,14 @@ def test_no_schedule_that_found_a_defect_fails_again():
         (settlement, "save_windows", lambda connection, states: None, "the window says"),
         (admission, "admit", lambda *given, **named: None, r"request-\d+: \w+ of \w+ \w+: \d+ > \d+"),
         (crash_recovery, "read_progress", lambda path: [], r"\d+ came, and it is recovered"),
+        (chain, "row_hash", lambda row: "0" * 64, "the chain: .*the row was altered"),
     ],
 )
 def test_a_defect_that_is_put_in_is_found(monkeypatch, module, name, stand, finding):
-    """Settlements that credit no window, admissions without limits, and recoveries without progress files are found
-    within a hundred schedules, by the invariant that they break."""
+    """Settlements that credit no window, admissions without limits, recoveries without progress files, and links of
+    other rows are found within two hundred schedules, by the invariant that they break."""
     monkeypatch.setattr(module, name, stand)
-    found = next((one.failure for one in outcomes(range(100)) if one.failure), "")
+    found = next((one.failure for one in outcomes(range(200)) if one.failure), "")
     assert re.search(finding, found)
 
 
