@@ -17,21 +17,18 @@ import pandas as pd
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
-from .serving.cli.batch.backends import Backend, ModelBackend, Retry, RowAnswer, ServerBackend
+from .serving.cli.batch.backends import Backend, ModelBackend, ServerBackend, patiently
 from .serving.cli.batch.rows import Row
 from .serving.cli.http import URL_VARIABLE
 from .serving.cli.key_options import VARIABLE as KEY_VARIABLE
 from .serving.cli.key_options import Secret
 from .serving.interface.errors import PackagingError, ServingError, shown
-from .serving.system.backoff import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TEXT, JSON, EMBEDDING = RETURN_TYPES = ("text", "json", "embedding")
 FORMATS = ("text", "json_object")  # the values of response_format that need no schema
-RETRIES = 8
-FIRST_WAIT, MAX_WAIT = 0.5, 60.0  # seconds before a row is asked again
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class Answering:
         fail_on_error, return_type = self._query.fail_on_error, self._query.return_type
         if row is None:
             return None if fail_on_error else {"result": None, "errorMessage": None}
-        answered = self._patiently(row, place)
+        answered = patiently(self._backend, self._stop, row, f"{place} {row.line}")
         error = None if answered.status < 400 else _message(answered.body)
         if fail_on_error:
             if error is not None:
@@ -151,18 +148,6 @@ class Answering:
             return _result(answered.body, return_type)
         result = None if error is not None else _result(answered.body, return_type)
         return {"result": result, "errorMessage": error}
-
-    def _patiently(self, row: Row, place: str) -> RowAnswer:
-        """Return the row's answer, asked again while the server is busy. Raises ``ClickException``."""
-        backoff = Backoff(FIRST_WAIT, MAX_WAIT, jitter=(0.5, 1.0))
-        for attempt in range(RETRIES):
-            try:
-                return self._backend.ask(row)
-            except Retry as again:
-                why, wait = str(again), again.after or backoff.failed()
-            if attempt == RETRIES - 1 or self._stop.wait(wait):
-                break
-        raise click.ClickException(f"{place} {row.line} was not answered: {why}")
 
 
 def refused(name: str, value: Any, allowed: str) -> MlflowException:

@@ -41,6 +41,7 @@ COMMANDS = {  # the module of each, and its name in there where that is another
     "ps": "models.listing:ps",
     "stop": "models.changes:stop",
     "export": "models.export:export",
+    "promote": "promote.command:promote",
     "windows": "accounts.windows:windows",
     "ledger": "accounts.ledger:ledger",
     "batch": "batch.command:batch",

@@ -9,11 +9,14 @@ import click
 
 from ...dialects.errors import OPENAI_ERRORS, openai_error
 from ...interface.errors import InvalidField, ServingError, Unavailable
+from ...system.backoff import Backoff
 from ..http import Client, first_model
 from .rows import Row
 
 BUSY = (429, 502, 503)  # statuses that say nothing of the row: it is asked again
 KEY_REFUSED = (401, 403)
+RETRIES = 8
+FIRST_WAIT, MAX_WAIT = 0.5, 60.0  # seconds before a row is asked again
 
 
 class RowAnswer(NamedTuple):
@@ -105,6 +108,19 @@ class ModelBackend:
 
     def close(self) -> None:
         self._session.close()
+
+
+def patiently(backend: Backend, stop: threading.Event, row: Row, name: str) -> RowAnswer:
+    """Return the row's answer, asked again while the server is busy. Raises ``ClickException``, by its ``name``."""
+    backoff = Backoff(FIRST_WAIT, MAX_WAIT, jitter=(0.5, 1.0))
+    for attempt in range(RETRIES):
+        try:
+            return backend.ask(row)
+        except Retry as again:
+            why, wait = str(again), again.after or backoff.failed()
+        if attempt == RETRIES - 1 or stop.wait(wait):
+            break
+    raise click.ClickException(f"{name} was not answered: {why}")
 
 
 def refused(error: ServingError) -> RowAnswer:
