@@ -36,7 +36,7 @@ NAMES = {
     "quark": "Quark",
     "auto-round": "AutoRound",
     "bitnet": "BitNet",
-    "mlflow-llm": "log_model(quantize='int4')",
+    "mlflow-llm": "log_model(quantize=…)",
 }
 UNQUANTISED = "log the checkpoint that it was made of, or the model object after transformers' dequantize()"
 

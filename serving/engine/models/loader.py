@@ -23,7 +23,7 @@ from ..attention.slot_cache import BF16_LAYOUT, INT8_LAYOUT, SlotKVCache
 from ..devices import openmp
 from ..native import library
 from ..native.library import NotNative
-from ..weights import fp8, linear, stored_weights
+from ..weights import fp8, input_factors, linear, stored_weights
 from ..weights.config_bounds import in_proportion, refuse_unscaled
 from ..weights.forward_context import ContextHolder
 from .fused import experts as fused_experts
@@ -141,6 +141,8 @@ def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSour
     refuse_unsupported(model, config)
     max_model_len = resolve_max_model_len(config, settings)
     test = SelfTest.of(model, vocab_size=vocab_size(model), max_model_len=max_model_len, block_size=resolved.block_size)
+    if settings.quantization == "int8" and not any(stored_weights.stored_of(module) for module in model.modules()):
+        input_factors.measure(model)
     holder = ContextHolder()
     attention.install(model, holder)
     model.set_attn_implementation(attention.NAME)

@@ -20,7 +20,7 @@ from ...system.cpus import available_cpus, num_threads
 logger = logging.getLogger(__name__)
 
 VARIABLE = "MLFLOW_LLM_INSTRUCTION_SET"  # names the kernels' instruction set, one of INSTRUCTION_SETS
-INTERFACE_VERSION = 8  # increased with every change of the C interface that the sizes of its structures do not show
+INTERFACE_VERSION = 9  # increased with every change of the C interface that the sizes of its structures do not show
 GROUP_SIZE = 32  # inputs that share a scale of INT4; its widths must be a multiple of this
 BUILD = "python setup.py build_ext --inplace"  # the command that compiles the kernels in a checkout
 LANES = 16  # widths must be a multiple of this
@@ -418,9 +418,9 @@ def _declare(found: ctypes.CDLL) -> None:
     declare("mlflow_llm_tiles", c_int32)
     declare("mlflow_llm_use_tiles", c_int32, c_int32)
     declare_checked("mlflow_llm_each", c_int32, WORK)
-    declare_checked("mlflow_llm_linear_new", c_int32, c_int32, c_int32, c_void_p, c_void_p, POINTER(c_void_p))
     sizes = c_int32, c_int32, c_int32
-    declare_checked("mlflow_llm_linear_of_int8", *sizes, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
+    declare_checked("mlflow_llm_linear_new", *sizes, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
+    declare_checked("mlflow_llm_linear_of_int8", *sizes, c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_void_p))
     declare_checked(
         "mlflow_llm_linear_of_int4", *sizes, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_void_p)
     )

@@ -120,7 +120,7 @@ extern "C" {
 // Describe the interface that both sides must agree on: a version, increased with every change that sizes do not show,
 // and the sizes of the structures. Return the number of entries; `numbers` has space for `capacity`.
 API int mlflow_llm_interface(int64_t* numbers, int capacity) {
-    const int64_t found[] = {8,
+    const int64_t found[] = {9,
                              sizeof(Factors),
                              sizeof(Norm),
                              sizeof(Experts),
@@ -186,20 +186,23 @@ API int mlflow_llm_has_tiles() { return BYTE_OFFSET != 0 && has_tiles(); }
 
 API int mlflow_llm_tiles() { return int(tile_use().load()); }
 
-API int mlflow_llm_linear_new(int kind, int K, int N, const float* weight, const float* bias, Linear** made) {
+// Make a linear of weights [N, K]. `input` is null, or has a factor of the activations of a ROTATED linear for each k.
+API int mlflow_llm_linear_new(int kind, int K, int N, const float* weight, const float* input, const float* bias,
+                              Linear** made) {
     return guarded([&] {
         auto linear = std::make_unique<Linear>(Linear{Kind(kind), K, N, 0});
-        pack(*linear, weight, bias);
+        pack(*linear, weight, bias, input);
         *made = linear.release();
     });
 }
 
-// Make a linear of int8 weights [N, K] with a scale per row: INT8 or, rotated already, ROTATED.
-API int mlflow_llm_linear_of_int8(int kind, int K, int N, const int8_t* values, const float* scale, const float* bias,
-                                  Linear** made) {
+// Make a linear of int8 weights [N, K] with a scale per row: INT8 or, divided by `input` (or null) and rotated already,
+// ROTATED.
+API int mlflow_llm_linear_of_int8(int kind, int K, int N, const int8_t* values, const float* scale, const float* input,
+                                  const float* bias, Linear** made) {
     return guarded([&] {
         auto linear = std::make_unique<Linear>(Linear{Kind(kind), K, N, 0});
-        pack_int8(*linear, values, scale, bias);
+        pack_int8(*linear, values, scale, input, bias);
         *made = linear.release();
     });
 }

@@ -31,11 +31,14 @@ class NativeWeight:
 
     F32; BF16, with both factors rounded to bfloat16; INT8, with a scale per output channel and per token; INT4, in
     groups (int4.h); ROTATED and ROTATED_INT4, like those but with both factors multiplied by a Hadamard matrix before
-    they are rounded (hadamard.h)."""
+    they are rounded (hadamard.h). Activations of ROTATED may have factors ``inputs`` [K], by which its weights are
+    divided before."""
 
     __slots__ = ("__weakref__", "_kept", "_library", "bias", "dtype", "handle", "in_features", "kind", "out_features")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: int = F32) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, kind: int = F32, inputs: torch.Tensor | None = None
+    ) -> None:
         found = library()
         if found is None:
             raise RuntimeError("the native kernels are not available; ask can_pack first")
@@ -45,10 +48,12 @@ class NativeWeight:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.bias = None if bias is None else bias.detach().float().contiguous()
+        assert inputs is None or kind == ROTATED
         dense = weight.detach().contiguous()
-        pointer = None if self.bias is None else self.bias.data_ptr()
+        factors = None if inputs is None else inputs.contiguous()
+        pointers = (None if one is None else one.data_ptr() for one in (dense, factors, self.bias))
         made = ctypes.c_void_p()
-        found.mlflow_llm_linear_new(self.kind, self.in_features, self.out_features, dense.data_ptr(), pointer, made)
+        found.mlflow_llm_linear_new(self.kind, self.in_features, self.out_features, *pointers, made)
         self._own(made.value)
 
     def _own(self, handle: int | None) -> None:
@@ -79,10 +84,17 @@ class NativeWeight:
 
     @classmethod
     def of_int8(
-        cls, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, is_rotated: bool = False
+        cls,
+        values: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        is_rotated: bool = False,
+        inputs: torch.Tensor | None = None,
     ) -> NativeWeight:
         """Make a weight from int8 ``values`` [N, K] and a scale per row, as ``__init__`` makes them from floats."""
-        return cls._made("mlflow_llm_linear_of_int8", ROTATED if is_rotated else INT8, (values, scale), bias)
+        assert inputs is None or is_rotated
+        return cls._made("mlflow_llm_linear_of_int8", ROTATED if is_rotated else INT8, (values, scale, inputs), bias)
 
     @classmethod
     def of_int4(
@@ -104,17 +116,20 @@ class NativeWeight:
         )
 
     @classmethod
-    def _made(cls, maker: str, kind: int, parts: tuple[torch.Tensor, ...], bias: torch.Tensor | None) -> NativeWeight:
+    def _made(
+        cls, maker: str, kind: int, given: tuple[torch.Tensor | None, ...], bias: torch.Tensor | None
+    ) -> NativeWeight:
         weight = cls.__new__(cls)
         weight._library, weight._kept = required(), {}
-        weight.out_features, weight.in_features = parts[0].shape
+        assert given[0] is not None
+        weight.out_features, weight.in_features = given[0].shape
         weight.kind, weight.dtype = kind, torch.float32
         weight.bias = None if bias is None else bias.detach().float().contiguous()
-        parts = tuple(part.contiguous() for part in parts)
-        pointer = None if weight.bias is None else weight.bias.data_ptr()
+        parts = [None if part is None else part.contiguous() for part in (*given, weight.bias)]
         made = ctypes.c_void_p()
         make = getattr(weight._library, maker)
-        make(kind, weight.in_features, weight.out_features, *(part.data_ptr() for part in parts), pointer, made)
+        pointers = (None if part is None else part.data_ptr() for part in parts)
+        make(kind, weight.in_features, weight.out_features, *pointers, made)
         weight._own(made.value)
         return weight
 

@@ -30,6 +30,7 @@ from ..native.library import GROUP_SIZE
 from ..weights.linear import weight_of
 from ..weights.quantization import MAX_LEVEL as MAX_BYTE_LEVEL
 from ..weights.quantization import quantize_rows, rotated
+from ..weights.stored_weights import factors_of
 
 MAX_LEVEL = 15  # values are 0..15
 COLUMNS_AT_ONCE = 64  # rounded before the others are told of their errors
@@ -95,7 +96,7 @@ def inputs_of(
     model: Any, groups: Sequence[Linears], texts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Linears, torch.Tensor, torch.Tensor]]:
     """Yield each group of linears that share an input with its ``H`` [K, K] and ``mean |x|`` [K] over ``texts``, of
-    rotated inputs."""
+    rotated inputs, times their factors (input_factors.py) if they have any."""
     waiting = list(groups)
     maximum = max(MAX_HESSIAN_BYTES, sum(p.numel() * p.element_size() for p in model.parameters()) // MODEL_DIVISOR)
     while waiting:
@@ -119,7 +120,8 @@ class _Inputs:
     count: int = 0
 
     def add(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        x = rotated(given[0].reshape(-1, given[0].shape[-1]))
+        x, factors = given[0].reshape(-1, given[0].shape[-1]), factors_of(module)
+        x = rotated(x if factors is None else x * factors)
         self.products += x.t() @ x
         self.sizes += x.abs().sum(0)
         self.count += len(x)

@@ -23,10 +23,10 @@ from ..devices.cpu_contention import Contention
 from ..models.loader import POOLER, from_pretrained
 from ..models.resolved_settings import ResolvedSettings
 from ..native.library import GROUP_SIZE
-from ..weights import experts, stored_weights
+from ..weights import experts, input_factors, stored_weights
 from ..weights.linear import groups_of, weight_of
-from ..weights.quantization import can_quantize, quantize_rows, rotated
-from ..weights.stored_weights import FORMATS, PARTS, Quantization, StoredLinear
+from ..weights.quantization import can_quantize, divided, quantize_rows, rotated
+from ..weights.stored_weights import FORMATS, PARTS, WITH_FACTORS, Quantization, StoredLinear, factors_of
 from . import calibration, sensitivity
 
 MAX_SHARD_SIZE = "4GB"
@@ -77,6 +77,8 @@ def quantize_files(
         )
     for name, parameter in model.named_parameters():
         _check_finite(name, parameter)
+    if quantization == "int8" and auto is AutoModelForCausalLM:
+        input_factors.measure(model, texts)
     tensors = _other_tensors(model, {*routed, *(f"{name}.weight" for name in chosen)})
     for name, weight in routed.items():
         values, scale = quantize_rows(rotated(weight.detach().flatten(0, 1)))
@@ -92,8 +94,10 @@ def quantize_files(
             tensors |= _in_eight_bits(model, groups, texts, look)
     for name, module in chosen.items():
         if not tensors.keys() & {f"{name}.weight_packed", f"{name}.weight_scale"}:
-            values, scale = quantize_rows(rotated(weight_of(module)))
+            values, scale = quantize_rows(_rotated(module))
             tensors |= {f"{name}.weight": values, f"{name}.weight_scale": scale}
+    factors = _factors(model, set(chosen))
+    tensors |= factors
     kinds = sorted({type(module).__name__ for module in chosen.values()})
     ignored = sorted(name for name, module in model.named_modules() if _is_linear(module) and name not in chosen)
     count = len(chosen) + len(routed)
@@ -105,7 +109,8 @@ def quantize_files(
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
         old.unlink()
     save_torch_state_dict(tensors, folder, max_shard_size=MAX_SHARD_SIZE, metadata={"format": "pt"})
-    _describe(folder, quantization, kinds, ignored, widths)
+    form = WITH_FACTORS if factors else FORMATS[quantization]
+    _describe(folder, form, kinds, ignored, widths)
     for file in folder.glob("*.safetensors*"):
         file.chmod((folder / "config.json").stat().st_mode & 0o777)  # the writer gives them private permissions
     stored_weights.load(auto, str(folder), torch.float32, "cpu")  # raises if it could not be served
@@ -148,9 +153,25 @@ def _in_eight_bits(
     for group, products, _ in calibration.inputs_of(model, [list(one.values()) for one in groups], texts):
         look()
         for module in group:
-            values, scale = calibration.rounded_to_bytes(rotated(weight_of(module)), products)
+            values, scale = calibration.rounded_to_bytes(_rotated(module), products)
             tensors |= {f"{names[module]}.weight": values, f"{names[module]}.weight_scale": scale}
     return tensors
+
+
+def _rotated(module: nn.Module) -> torch.Tensor:
+    """Return the weight [N, K] of a linear as int8 rounds it."""
+    return rotated(divided(weight_of(module), factors_of(module)))
+
+
+def _factors(model: Any, chosen: set[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the factors of ``chosen`` linears, and of the output head, which is quantised at load."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    found = {
+        f"{name}.{PARTS[3]}": factors_of(module)
+        for name, module in model.named_modules()
+        if name in chosen or module is head
+    }
+    return {name: factors.clone() for name, factors in found.items() if factors is not None}
 
 
 @contextlib.contextmanager
@@ -221,15 +242,13 @@ def _narrowed(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _describe(
-    folder: Path, quantization: Quantization, kinds: list[str], ignored: list[str], widths: dict[str, int]
-) -> None:
+def _describe(folder: Path, of: tuple[str, str], kinds: list[str], ignored: list[str], widths: dict[str, int]) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_bytes())
-    method, form = FORMATS[quantization]
+    method, form = of
     said: dict[str, Any] = {"quant_method": method, "format": form, "ignore": ignored}
     said["transform_config"] = stored_weights.transform_config(widths)
-    if quantization == "int8":
+    if of != FORMATS["int4"]:
         group = {
             "targets": kinds,
             "weights": WEIGHT_SCHEME,

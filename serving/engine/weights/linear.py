@@ -31,7 +31,7 @@ from .fp8 import Fp8Weight
 from .fp8 import can_quantize as fits_fp8
 from .int4 import Int4Weight
 from .quantization import Int8Weight, can_quantize
-from .stored_weights import StoredLinear, concatenate, stored_of
+from .stored_weights import StoredLinear, concatenate, factors_of, stored_of
 from .weight_layouts import PackedWeight, PlainWeight, pack_float
 
 SIBLINGS: tuple[tuple[str, ...], ...] = (
@@ -180,8 +180,14 @@ def _joined_bias(modules: Sequence[nn.Module], sizes: Sequence[int]) -> torch.Te
     )
 
 
-def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSettings, is_head: bool) -> PackedWeight:
-    """Pack a weight as the settings say.
+def _pack(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    settings: EngineSettings,
+    is_head: bool,
+    inputs: torch.Tensor | None = None,
+) -> PackedWeight:
+    """Pack a weight as the settings say, in int8 with the factors ``inputs`` (input_factors.py).
 
     With native kernels the head is in int8 like the other linears (quantization.py gives its accuracy). A packed tied
     head is a second copy of the embedding, but faster: blocked by oneDNN, the head of SmolLM2-135M takes 2.6 / 3.5 /
@@ -191,9 +197,9 @@ def _pack(weight: torch.Tensor, bias: torch.Tensor | None, settings: EngineSetti
     int8 = settings.quantization != "none" and can_quantize(weight)  # with int4, linears not stored in four bits
     if settings.kernels == "auto" and can_pack(weight):
         if int8:
-            return NativeWeight(weight, bias, ROTATED)
+            return NativeWeight(weight, bias, ROTATED, inputs)
         return NativeWeight(weight, bias, BF16 if settings.dtype == "bfloat16" else F32)
-    return Int8Weight(weight, bias) if int8 and not is_head else pack_float(weight, bias)
+    return Int8Weight(weight, bias, inputs=inputs) if int8 and not is_head else pack_float(weight, bias)
 
 
 def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: EngineSettings, like: Any) -> PackedWeight:
@@ -211,10 +217,12 @@ def _pack_stored(stored: StoredLinear, bias: torch.Tensor | None, settings: Engi
             )
         return pack_float(stored.dense(like.dtype, like.device), bias)
     if native:
-        return NativeWeight.of_int8(stored.values, stored.scale, bias, is_rotated=stored.is_rotated)
+        return NativeWeight.of_int8(
+            stored.values, stored.scale, bias, is_rotated=stored.is_rotated, inputs=stored.inputs
+        )
     if can_quantize(stored.values.to(like.device)):
         values, scale = stored.values.to(like.device), stored.scale.to(like.device)
-        return Int8Weight.of(values, scale, bias, like.dtype, is_rotated=stored.is_rotated)
+        return Int8Weight.of(values, scale, bias, like.dtype, is_rotated=stored.is_rotated, inputs=stored.inputs)
     return pack_float(stored.dense(like.dtype, like.device), bias)
 
 
@@ -284,7 +292,7 @@ def install(
         elif kept:
             packed = _pack_stored(concatenate(kept), bias, settings, like)
         else:
-            packed = _pack(weight, bias, others, is_head)
+            packed = _pack(weight, bias, others, is_head, factors_of(modules[0]))
         group = LinearGroup(paths, packed, sizes, holder)
         if is_head:
             head_name = paths[0]

@@ -9,6 +9,9 @@ spreads an outlier of the activations over other inputs, so that it does not tak
 2024, arxiv.org/abs/2404.00456). Perplexity of SmolLM2-135M over 8,184 tokens is 23.81 in float32, 23.89 in int8, and
 24.44 in int8 with linears that are not rotated.
 
+Before that, each input may have a factor, by which activations are multiplied and weights divided
+(input_factors.py).
+
 Time of 30 layers of SmolLM2-135M's fused shapes, quantisation included, on 2 Zen 4 cores, in ms at 1 / 8 / 32 rows:
 ``_int_mm`` 7.7 / 13 / 25; ``onednn.qlinear`` with zero point 128 11 / 12.5 / 22; ``_weight_int8pack_mm`` 44 / 356 /
 1416. The first is used: it is fastest at one row, exact by construction, and the same op on CUDA.
@@ -49,6 +52,12 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def divided(weight: torch.Tensor, inputs: torch.Tensor | None) -> torch.Tensor:
+    """Return weights [N, K] whose product with activations times ``inputs`` [K] is the same, bit for bit as in
+    native/linear/layout.h."""
+    return weight if inputs is None else weight.float() * inputs.reciprocal()
+
+
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise ``x`` [T, K] float -> int8 [T, K] and float32 scales [T, 1] with ``x ≈ q * scale``."""
     scale = x.abs().amax(-1, keepdim=True).float().mul_(1 / MAX_LEVEL).clamp_min_(MIN_SCALE)
@@ -66,13 +75,21 @@ def can_quantize(weight: torch.Tensor) -> bool:
 
 
 class Int8Weight:
-    """A ``PackedWeight`` of int8 values [N, K] and float32 scales [N], of rotated weights or of plain ones."""
+    """A ``PackedWeight`` of int8 values [N, K] and float32 scales [N], of rotated weights or of plain ones. ``inputs``
+    [K] are factors of the activations of rotated weights, None if they are all 1."""
 
-    __slots__ = ("bias", "dtype", "in_features", "is_rotated", "out_features", "scale", "values")
+    __slots__ = ("bias", "dtype", "in_features", "inputs", "is_rotated", "out_features", "scale", "values")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_rotated: bool = True) -> None:
-        dense = rotated(weight.detach()) if is_rotated else weight.detach().float()
-        self._hold(*quantize_rows(dense), bias, weight.dtype, is_rotated)
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        is_rotated: bool = True,
+        inputs: torch.Tensor | None = None,
+    ) -> None:
+        dense = rotated(divided(weight.detach(), inputs)) if is_rotated else weight.detach().float()
+        self._hold(*quantize_rows(dense), bias, weight.dtype, is_rotated, inputs)
 
     @classmethod
     def of(
@@ -83,10 +100,11 @@ class Int8Weight:
         dtype: torch.dtype,
         *,
         is_rotated: bool,
+        inputs: torch.Tensor | None = None,
     ) -> Int8Weight:
         """Build it from weights that ``quantize_rows`` quantised earlier, for a model in ``dtype``."""
         weight = cls.__new__(cls)
-        weight._hold(values, scale, bias, dtype, is_rotated)
+        weight._hold(values, scale, bias, dtype, is_rotated, inputs)
         return weight
 
     def _hold(
@@ -96,13 +114,17 @@ class Int8Weight:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         is_rotated: bool,
+        inputs: torch.Tensor | None,
     ) -> None:
+        assert inputs is None or is_rotated
+        self.inputs = None if inputs is None else inputs.to(values.device)
         self.out_features, self.in_features = values.shape
         self.values, self.scale, self.dtype, self.is_rotated = values, scale.flatten(), dtype, is_rotated
         self.bias = None if bias is None else bias.float()
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        q, row_scale = quantize_rows(rotated(x) if self.is_rotated else x)
+        scaled = x if self.inputs is None else x.float() * self.inputs
+        q, row_scale = quantize_rows(rotated(scaled) if self.is_rotated else scaled)
         rows = x.shape[0]
         if x.is_cuda and rows < CUDA_MIN_ROWS:
             q = F.pad(q, (0, 0, 0, CUDA_MIN_ROWS - rows))
@@ -114,4 +136,5 @@ class Int8Weight:
 
     def dense(self) -> torch.Tensor:
         dense = self.values.float() * self.scale[:, None]
-        return (rotated(dense) if self.is_rotated else dense).to(self.dtype)
+        dense = rotated(dense) if self.is_rotated else dense
+        return (dense if self.inputs is None else dense * self.inputs).to(self.dtype)

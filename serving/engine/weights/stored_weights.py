@@ -6,21 +6,24 @@
     model/*.safetensors       every other tensor as it was, and for each linear
 
     int8    <linear>.weight         int8 [N, K]
-            <linear>.weight_scale   float32 [N, 1]         weight = values * scale
+            <linear>.weight_scale   float32 [N, 1]
+            <linear>.weight_inputs  float32 [K], or none   weight = values * scale * inputs
     int4    <linear>.weight_packed  uint8 [N, K / 2]       byte j: value 2 j in its low half, 2 j + 1 in its high half
             <linear>.weight_scale   float16 [N, K / 32]
             <linear>.weight_zero    uint8 [N, K / 32]
             <linear>.weight_inputs  float32 [K]            weight = (values - zero) * scale * inputs
 
-int8 is the format "int-quantized" of compressed-tensors (used by llm-compressor, vLLM and transformers):
-github.com/neuralmagic/compressed-tensors. int4 is this package's own; linears whose K is not a multiple of 32 are in
-int8. ``weight_writer.py`` writes both.
+int8 without factors is the format "int-quantized" of compressed-tensors (used by llm-compressor, vLLM and
+transformers): github.com/neuralmagic/compressed-tensors. The others are this package's own; int4's linears whose K is
+not a multiple of 32 are in int8. ``weight_writer.py`` writes all of them.
 
 Published checkpoints in other formats (published.py) are read into the same form: four bits in groups of any size and
 without factors, or float8 with a scale a row.
 
 Linears that quantization_config names in ``transform_config``, also of compressed-tensors, are stored multiplied by a
-Hadamard matrix (quantization.py). Models of earlier versions have none.
+Hadamard matrix (quantization.py). Models of earlier versions have none. The factors ``inputs`` of int8 are of plain
+inputs (input_factors.py), those of int4 of rotated ones. The output head, in floats, may have factors too, for its
+quantisation at load.
 
 A linear of such a model is a plain ``nn.Linear`` without a weight and with ``stored``, from which ``linear.install``
 packs. Until then, while the model's own code runs on a few tokens, its weight is dequantised for each call."""
@@ -59,8 +62,10 @@ FORMATS: dict[Quantization, tuple[str, str]] = {
     "int8": ("compressed-tensors", "int-quantized"),
     "int4": ("mlflow-llm", "int4-groups-of-32"),
 }
+WITH_FACTORS = ("mlflow-llm", "int8-with-input-factors")  # of int8 with weight_inputs, which others would ignore
 PARTS = ("weight_packed", "weight_scale", "weight_zero", "weight_inputs")
 STORED = "stored"  # the attribute of a linear
+FACTORS = "input_factors"  # the attribute of a linear
 STORED_EXPERTS = "stored_experts"  # the attribute of a layer's experts
 MAX_CACHED_BYTES = (
     1 << 30
@@ -69,7 +74,7 @@ MAX_CACHED_BYTES = (
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """Weights [N, K] as they are in the file. int8 and float8: ``values`` [N, K], ``scale`` [N, 1], the others None.
+    """Weights [N, K] as they are in the file. int8 and float8: ``values`` [N, K], ``scale`` [N, 1], ``zero`` None.
     Without ``inputs`` these factors are 1."""
 
     values: torch.Tensor
@@ -97,11 +102,11 @@ class StoredLinear:
         """Dequantise to [N, K] of ``dtype``."""
         values, scale = self.unpacked().to(device).float(), self.scale.to(device).float()
         if self.zero is None:
-            weight = values * scale
-        else:
-            grouped = values.view(len(values), scale.shape[1], -1)
-            weight = ((grouped - self.zero.to(device).float()[..., None]) * scale[..., None]).flatten(1)
-            weight = weight if self.inputs is None else weight * self.inputs.to(device)
+            weight = rotated(values * scale) if self.is_rotated else values * scale
+            return (weight if self.inputs is None else weight * self.inputs.to(device)).to(dtype)
+        grouped = values.view(len(values), scale.shape[1], -1)
+        weight = ((grouped - self.zero.to(device).float()[..., None]) * scale[..., None]).flatten(1)
+        weight = weight if self.inputs is None else weight * self.inputs.to(device)
         return (rotated(weight) if self.is_rotated else weight).to(dtype)
 
 
@@ -126,6 +131,12 @@ def stored_of(module: nn.Module) -> StoredLinear | None:
     return found
 
 
+def factors_of(module: nn.Module) -> torch.Tensor | None:
+    """Return the factors of the inputs of a linear in floats for its quantisation (input_factors.py), if it has any."""
+    found: torch.Tensor | None = module.__dict__.get(FACTORS)
+    return found
+
+
 def stored_experts_of(module: nn.Module) -> dict[str, StoredLinear]:
     """Return the stored weights of experts by parameter name, with the experts stacked; without those that are
     floats."""
@@ -145,6 +156,8 @@ def quantization_of(folder: str | Path) -> Quantization | None:
     for quantization, expected in FORMATS.items():
         if own == expected:
             return quantization
+    if own == WITH_FACTORS:
+        return "int8"
     raise _unsupported_format("quantization_config", said)
 
 
@@ -271,6 +284,10 @@ def _fill(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
         paths = sorted(folder.glob("*.safetensors"))
         files = [stack.enter_context(safe_open(str(file), framework="pt")) for file in paths]
         places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        for name in places:
+            path, _, own = name.rpartition(".")
+            if own == PARTS[3] and path in modules and f"{path}.{PARTS[0]}" not in places:
+                _set_factors(modules[path], name, places[name].get_tensor(name))
         for name in sorted(places):
             path, _, own = name.rpartition(".")
             module = modules.get(path)
@@ -313,6 +330,22 @@ def _fill_published(model: nn.Module, folder: Path, dtype: torch.dtype, form: pu
                 _set(module, name, value.to(dtype) if value.is_floating_point() else value)
 
 
+def _set_factors(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Give a linear in int8, or one that is quantised at load, the factors of its inputs."""
+    weight = module._parameters.get("weight")
+    if weight is None or not isinstance(module, nn.Linear | Conv1D):
+        raise PackagingError(f"{name} is stored; expected factors of a linear, not of {type(module).__name__}")
+    width = weight.shape[0 if isinstance(module, Conv1D) else 1]
+    if value.dtype != torch.float32 or tuple(value.shape) != (width,):
+        raise PackagingError(
+            f"{name}: {value.dtype} of shape {tuple(value.shape)} is not allowed; config.json gives torch.float32 of"
+            f" {(width,)}"
+        )
+    if not bool((torch.isfinite(value) & (value > 0)).all()):
+        raise PackagingError(f"{name} holds factors that are not allowed; expected finite ones above 0")
+    module.__dict__[FACTORS] = value
+
+
 def _store(module: nn.Module, name: str, parts: tuple[torch.Tensor, ...], order: int | None) -> None:
     own = "weight" if name.endswith(PARTS[0]) else name.rpartition(".")[2]
     expected = module._parameters.get(own)
@@ -344,7 +377,12 @@ def _store(module: nn.Module, name: str, parts: tuple[torch.Tensor, ...], order:
         module.__dict__.setdefault(STORED_EXPERTS, {})[own] = found
         del module._parameters[own]
         return
-    module.__dict__[STORED] = replace(StoredLinear(*parts), is_rotated=order is not None)
+    found, factors = StoredLinear(*parts), factors_of(module)
+    if factors is not None:
+        if order is None:
+            raise PackagingError(f"{name} has factors of its inputs; expected only rotated weights to have them")
+        found = replace(found, inputs=factors)
+    module.__dict__[STORED] = replace(found, is_rotated=order is not None)
     del module._parameters["weight"]
 
 

@@ -40,8 +40,7 @@ inline __m512 int4_zeros(const uint8_t* group, int n) {
 inline void pack_int4(Linear& w, const uint8_t* values, const uint16_t* scale, const uint8_t* zero, const float* input,
                       const float* bias) {
     allocate_parts(w, bias);
-    w.input = (float*)allocate(sizeof(float) * w.K);
-    std::memcpy(w.input, input, sizeof(float) * w.K);
+    set_input(w, input);
     const int groups = w.K / INT4_GROUP;
     parallel_for(w.N, [&](int n) {
         for (int k = 0; k < w.K; k++) *int4_element(w, n, k) |= values[size_t(n) * w.K + k] << (k % 8 < 4 ? 0 : 4);

@@ -8,7 +8,8 @@
 // and in any batch. int8 rows have a scale each; where vpdpbusd multiplies unsigned by signed bytes they are offset by
 // 128, and 128 times the column's sum is subtracted again, exactly. ROTATED is INT8 with weights and activations
 // multiplied by a Hadamard matrix before rounding: (W H) (H x) is W x up to a factor, and outliers of activations are
-// spread over many dimensions (Ashkboos et al. 2024, "QuaRot").
+// spread over many dimensions (Ashkboos et al. 2024, "QuaRot"). It may have a factor per k, by which activations are
+// multiplied, and weights divided, before the rotation (weights/input_factors.py).
 #pragma once
 
 #include <algorithm>
@@ -117,7 +118,7 @@ struct Linear {
     float* scale = nullptr;  // int8: by output column, panels * PANEL
     int32_t* offset = nullptr;  // int8: 128 times the column's sum
     float* bias = nullptr;  // or null
-    float* input = nullptr;  // 4 bits: a factor for each k
+    float* input = nullptr;  // a factor of activations for each k: 4 bits (after a rotation), ROTATED (before it) or null
     bool owned = true;  // false: the memory belongs to someone else and outlives this
 
     int lane() const { return kind == Kind::F32 ? 1 : kind == Kind::BF16 ? 2 : 4; }
@@ -252,19 +253,39 @@ inline void pack_row(Linear& w, int n, float scale, const Values& q) {
     w.offset[n] = 128 * sum;
 }
 
-// Return the Hadamard-rotated row; valid until the next call on this thread.
-inline const float* hadamard_row(const float* row, int K) {
+// Write x times y to `out`, each [K].
+inline void multiply_elements(const float* x, const float* y, float* out, int K) {
+    for (int k = 0; k < K; k += LANES)
+        _mm512_storeu_ps(out + k, _mm512_mul_ps(_mm512_loadu_ps(x + k), _mm512_loadu_ps(y + k)));
+}
+
+// Return the Hadamard-rotated row, times `input` before if that is not null; valid until the next call on this thread.
+inline const float* hadamard_row(const float* row, int K, const float* input = nullptr) {
     static thread_local AlignedFloats own;
     if (own.size() < size_t(K)) own.resize(K);
-    hadamard(row, own.data(), K, hadamard_scale(K));
+    if (input) multiply_elements(row, input, own.data(), K);
+    hadamard(input ? own.data() : row, own.data(), K, hadamard_scale(K));
     return own.data();
 }
 
-inline void pack(Linear& w, const float* dense, const float* bias) {
+// Give a linear the factors `input` [K] of its activations, by which its weights are divided.
+inline void set_input(Linear& w, const float* input) {
+    w.input = (float*)allocate(sizeof(float) * w.K);
+    std::memcpy(w.input, input, sizeof(float) * w.K);
+}
+
+// Pack weights [N, K]; `input` is null, or of a ROTATED linear [K].
+inline void pack(Linear& w, const float* dense, const float* bias, const float* input = nullptr) {
     allocate_parts(w, bias);
+    AlignedFloats inverse;
+    if (input) {
+        set_input(w, input);
+        inverse.resize(w.K);
+        for (int k = 0; k < w.K; k++) inverse[k] = 1.0f / input[k];
+    }
     parallel_for(w.N, [&](int n) {
         const float* row = dense + size_t(n) * w.K;
-        if (is_rotated(w.kind)) row = hadamard_row(row, w.K);
+        if (is_rotated(w.kind)) row = hadamard_row(row, w.K, input ? inverse.data() : nullptr);
         if (w.kind == Kind::F32) {
             for (int k = 0; k < w.K; k++) ((float*)w.packed)[element_index(w, n, k)] = row[k];
         } else if (w.kind == Kind::BF16) {
@@ -276,9 +297,10 @@ inline void pack(Linear& w, const float* dense, const float* bias) {
     });
 }
 
-// Pack weights [N, K] that are int8 already, with a scale per row.
-inline void pack_int8(Linear& w, const int8_t* values, const float* scale, const float* bias) {
+// Pack weights [N, K] that are int8 already, with a scale per row and, unless `input` is null, divided by it before.
+inline void pack_int8(Linear& w, const int8_t* values, const float* scale, const float* input, const float* bias) {
     allocate_parts(w, bias);
+    if (input) set_input(w, input);
     parallel_for(w.N, [&](int n) {
         const int8_t* row = values + size_t(n) * w.K;
         pack_row(w, n, scale[n], [&](int k) { return row[k]; });
@@ -298,7 +320,9 @@ inline void unpack(const Linear& w, float* dense) {
                                          : w.kind == Kind::BF16 ? from_bf16(((uint16_t*)w.packed)[at])
                                                                 : ((int8_t*)w.packed)[at] * w.scale[n];
         }
-        if (is_rotated(w.kind)) hadamard(dense + size_t(n) * w.K, w.K, hadamard_scale(w.K));
+        float* row = dense + size_t(n) * w.K;
+        if (is_rotated(w.kind)) hadamard(row, w.K, hadamard_scale(w.K));
+        if (w.input) multiply_elements(row, w.input, row, w.K);
     });
 }
 
@@ -319,7 +343,7 @@ class RowBuffer {
     }
     void fill(const Linear& w, const float* x, int t) {
         const float* row = x + size_t(t) * w.K;
-        if (is_rotated(w.kind)) row = hadamard_row(row, w.K);
+        if (is_rotated(w.kind)) row = hadamard_row(row, w.K, is_int8(w.kind) ? w.input : nullptr);
         if (is_int8(w.kind) && uses_words()) {
             scales[t] = quantize_row_words(row, w.K, (int16_t*)(bytes.data() + size_t(t) * w.row_bytes()));
             return;

@@ -15,7 +15,8 @@ using namespace mlflow_llm;
 extern "C" {
 int mlflow_llm_supported();
 int mlflow_llm_use_threads(int threads, int spin_us);
-int mlflow_llm_linear_new(int kind, int K, int N, const float* weight, const float* bias, Linear** made);
+int mlflow_llm_linear_new(int kind, int K, int N, const float* weight, const float* input, const float* bias,
+                          Linear** made);
 int mlflow_llm_linear_of_int4(int kind, int K, int N, const uint8_t* values, const uint16_t* scale, const uint8_t* zero,
                               const float* input, const float* bias, Linear** made);
 int mlflow_llm_linear_multiply(const Linear* linear, int T, const float* x, float* y);
@@ -60,7 +61,7 @@ bool same(const float* a, const float* b, size_t count) { return !std::memcmp(a,
 Linear* linear(Kind kind, int K, int N) {
     Linear* made = nullptr;
     const float *weight = values(size_t(K) * N, 0.3f), *bias = values(N, 0.1f);
-    check(!mlflow_llm_linear_new(int(kind), K, N, weight, bias, &made), "linear");
+    check(!mlflow_llm_linear_new(int(kind), K, N, weight, nullptr, bias, &made), "linear");
     return made;
 }
 

@@ -102,18 +102,24 @@ def test_int8_equals_the_other_int8(rows: int) -> None:
 
 
 @on_each_instruction_set
+@pytest.mark.parametrize("has_factors", [False, True])
 @pytest.mark.parametrize("width", [16, 96, 192, 384, 640, 1536, 2048, 4096])
-def test_rotated_int8_equals_the_other(width: int) -> None:
-    """A rotated int8 product is bitwise that of ``Int8Weight``, made from floats or from stored weights."""
+def test_rotated_int8_equals_the_other(width: int, has_factors: bool) -> None:
+    """A rotated int8 product is bitwise that of ``Int8Weight``, made from floats or from stored weights, with factors
+    of the inputs and without."""
     torch.manual_seed(2)
     weight, bias, x = torch.randn(100, width), torch.randn(100), torch.randn(13, width)
     x[0] = 0.0
-    packed, other = NativeWeight(weight, bias, ROTATED), Int8Weight(weight, bias)
+    inputs = torch.rand(width) + 0.3 if has_factors else None
+    packed, other = NativeWeight(weight, bias, ROTATED, inputs), Int8Weight(weight, bias, inputs=inputs)
     assert torch.equal(packed.dense(), other.dense())
+    assert torch.allclose(packed.dense(), weight, atol=0.1)
     found = packed.matmul(x)
     assert torch.equal(other.matmul(x), found)
-    stored = NativeWeight.of_int8(other.values, other.scale, bias, is_rotated=True)
+    stored = NativeWeight.of_int8(other.values, other.scale, bias, is_rotated=True, inputs=inputs)
     assert torch.equal(stored.matmul(x), found)
+    mapped = NativeWeight.over((100, width), ROTATED, stored.parts())
+    assert torch.equal(mapped.matmul(x), found)
 
 
 @pytest.mark.parametrize("use", [AMX, EMULATED_TILES])

@@ -75,12 +75,15 @@ def test_nothing_is_kept_twice(tmp_path: Path) -> None:
     found = load_file(tmp_path / "stored/model.safetensors")
     values, scale = found["model.layers.0.mlp.up_proj.weight"], found["model.layers.0.mlp.up_proj.weight_scale"]
     assert (values.dtype, scale.dtype, scale.shape) == (torch.int8, torch.float32, (values.shape[0], 1))
-    weight = rotated(model.model.layers[0].mlp.up_proj.weight)
+    inputs = found["model.layers.0.mlp.up_proj.weight_inputs"]
+    assert torch.equal(inputs, found["model.layers.0.mlp.gate_proj.weight_inputs"])
+    weight = rotated(model.model.layers[0].mlp.up_proj.weight / inputs)
     assert ((values * scale - weight).abs() <= 0.501 * scale).all()
     assert "lm_head.weight" not in found
+    assert found["lm_head.weight_inputs"].shape == (64,)
     assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
     said = json.loads((tmp_path / "stored/config.json").read_text())["quantization_config"]
-    assert (said["format"], said["ignore"]) == ("int-quantized", ["lm_head"])
+    assert (said["format"], said["ignore"]) == ("int8-with-input-factors", ["lm_head"])
     assert stored_weights.quantization_of(stored.model_dir) == "int8"
     groups = said["transform_config"]["config_groups"]
     assert {name: (one["type"], one["head_dim"]) for name, one in groups.items()} == {
@@ -93,6 +96,41 @@ def test_nothing_is_kept_twice(tmp_path: Path) -> None:
     assert offline == online | {"location": "weight_input", "inverse": True}
 
 
+def test_factors_without_the_rotation_are_refused(tmp_path: Path) -> None:
+    """Factors of the inputs of weights that are not rotated are refused by the tensor's name."""
+    stored = quantised(save_bundle(make_model(MODELS["tied head"]()), tmp_path / "whole"), tmp_path / "stored")
+    file = tmp_path / "stored/config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]["transform_config"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(PackagingError, match=r"proj.weight has factors of its inputs; expected only rotated weights"):
+        EngineCore(stored, EngineSettings(quantization="int8"))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_models_stored_without_factors(kernels: Literal["auto", "torch"], tmp_path: Path) -> None:
+    """int8 weights that an earlier release stored, rotated but without factors, are multiplied as they are."""
+    model = make_model(MODELS["tied head"]())
+    stored = quantised(save_bundle(model, tmp_path / "whole"), tmp_path / "stored")
+    tensors = load_file(tmp_path / "stored/model.safetensors")
+    tensors = {one: value for one, value in tensors.items() if not one.endswith("weight_inputs")}
+    for one in [one for one, value in tensors.items() if value.dtype == torch.int8]:
+        values, scale = quantize_rows(rotated(model.get_parameter(one).detach()))
+        tensors |= {one: values, f"{one}_scale": scale}
+    save_file(tensors, tmp_path / "stored/model.safetensors", metadata={"format": "pt"})
+    file = tmp_path / "stored/config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    file.write_text(json.dumps(config))
+    loaded = loader.load_model(stored, EngineSettings(quantization="int8", kernels=kernels, packed_cache=0))
+    name = "model.layers.1.mlp.up_proj"
+    plain = Int8Weight(model.get_parameter(f"{name}.weight"), None)
+    assert torch.equal(loaded.linears.linears[name].weight, plain.dense())
+    x = torch.randn(3, 64)
+    with torch.inference_mode():
+        assert torch.equal(loaded.linears.linears[name](x), plain.matmul(x))
+
+
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_models_stored_without_the_rotation(
     kernels: Literal["auto", "torch"], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -103,12 +141,14 @@ def test_models_stored_without_the_rotation(
     assert "not rotated" not in caplog.text
     file, name = tmp_path / "stored/config.json", "model.layers.1.mlp.up_proj"
     tensors = load_file(tmp_path / "stored/model.safetensors")
+    tensors = {one: value for one, value in tensors.items() if not one.endswith("weight_inputs")}
     for one in [one for one, value in tensors.items() if value.dtype == torch.int8]:
         values, scale = quantize_rows(model.get_parameter(one).detach())
         tensors |= {one: values, f"{one}_scale": scale}
     save_file(tensors, tmp_path / "stored/model.safetensors", metadata={"format": "pt"})
     config = json.loads(file.read_text())
     del config["quantization_config"]["transform_config"]
+    config["quantization_config"] |= {"quant_method": "compressed-tensors", "format": "int-quantized"}
     file.write_text(json.dumps(config))
     loaded = loader.load_model(stored, EngineSettings(quantization="int8", kernels=kernels, packed_cache=0))
     assert "the quantised weights are not rotated" in caplog.text
@@ -120,12 +160,19 @@ def test_models_stored_without_the_rotation(
         assert torch.equal(found(x), plain.matmul(x))
 
 
+def of_order_32(name: str, config: Any) -> Any:
+    """Return a transform_config with another order for one linear."""
+    groups = config["config_groups"].values()
+    orders = {one: group["head_dim"] for group in groups for one in group["apply"][0]["targets"]}
+    return stored_weights.transform_config(orders | {name: 32})
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda said: said | {"transform_config": 3},
         lambda said: said | {"transform_config": {"config_groups": {"a": {"type": "random-hadamard"}}}},
-        lambda said: said | {"transform_config": stored_weights.transform_config({"model.layers.0.mlp.up_proj": 32})},
+        lambda said: said | {"transform_config": of_order_32("model.layers.0.mlp.up_proj", said["transform_config"])},
     ],
 )
 def test_another_transform_is_refused(change: Callable[[Any], Any], tmp_path: Path) -> None:
@@ -233,6 +280,22 @@ def scale_norm(tensors: dict[str, Any]) -> None:
     tensors["model.norm.weight_scale"] = torch.ones(64, 1)
 
 
+def lengthen_factors(tensors: dict[str, Any]) -> None:
+    tensors["model.layers.1.mlp.up_proj.weight_inputs"] = torch.ones(80)
+
+
+def zero_factor(tensors: dict[str, Any]) -> None:
+    tensors["lm_head.weight_inputs"][3] = 0.0
+
+
+def change_factor(tensors: dict[str, Any]) -> None:
+    tensors["model.layers.1.mlp.up_proj.weight_inputs"][3] *= 2.0
+
+
+def factor_of_norm(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight_inputs"] = torch.ones(64)
+
+
 def quantise_embedding(tensors: dict[str, Any]) -> None:
     name = "model.embed_tokens.weight"
     tensors |= {name: tensors[name].to(torch.int8), f"{name}_scale": torch.ones(len(tensors[name]), 1)}
@@ -247,6 +310,10 @@ def quantise_embedding(tensors: dict[str, Any]) -> None:
         (cut, r"torch.int8 of shape \(48, 48\) is not allowed; config.json gives torch.int8 of \(48, 64\)"),
         (widen_scale, r"shape \(48, 3\) is not allowed"),
         (scale_norm, "model.norm.weight is stored with a scale; expected weights of a linear, not of Qwen3RMSNorm"),
+        (lengthen_factors, r"up_proj.weight_inputs: torch.float32 of shape \(80,\) is not allowed; .* of \(64,\)"),
+        (zero_factor, "lm_head.weight_inputs holds factors that are not allowed; expected finite ones above 0"),
+        (change_factor, "linears that share an input are stored in different ways"),
+        (factor_of_norm, "model.norm.weight_inputs is stored; expected factors of a linear, not of Qwen3RMSNorm"),
         (quantise_embedding, "model.embed_tokens.weight is stored with a scale; expected .*, not of Embedding"),
     ],
 )
