@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors
     from .convert.export import export
+    from .convert.ollama.import_model import from_modelfile
     from .convert.transformers_model import from_transformers_model
     from .load.load_model import _load_pyfunc, as_responses_agent, close, closing, load_model
     from .load.spark import spark_udf
@@ -29,6 +30,7 @@ __all__ = [
     "closing",
     "errors",
     "export",
+    "from_modelfile",
     "from_transformers_model",
     "get_default_conda_env",
     "get_default_pip_requirements",
@@ -48,6 +50,7 @@ MODULES = {
     "closing": "load.load_model",
     "errors": "errors",
     "export": "convert.export",
+    "from_modelfile": "convert.ollama.import_model",
     "from_transformers_model": "convert.transformers_model",
     "get_default_conda_env": "save.requirements",
     "get_default_pip_requirements": "save.requirements",

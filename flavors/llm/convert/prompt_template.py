@@ -23,7 +23,7 @@ def chat_template_of(template: str, tokenizer: Any) -> dict[str, str]:
         pieces = template.format(prompt=PLACE).split(PLACE)
     except (LookupError, ValueError):
         raise PackagingError(f"prompt_template: {shown(template)} is not allowed; expected one {{prompt}}") from None
-    first = _before(loaded)
+    first = tokens_before(loaded, "prompt_template")
     text = " + messages[0]['content'] + ".join(map(_literal, [first + pieces[0], *pieces[1:]]))
     check = "{%- if messages | length != 1 or messages[0]['role'] != 'user' -%}"
     refusal = f"{{{{- raise_exception({_literal(ALONE)}) -}}}}{{%- endif -%}}"
@@ -34,13 +34,15 @@ def chat_template_of(template: str, tokenizer: Any) -> dict[str, str]:
     return found | ({"tokenizer": own} if own else {})
 
 
-def _before(tokenizer: Any) -> str:
-    """Return the special tokens that the tokenizer puts before a text. Raises ``PackagingError`` for some after it."""
+def tokens_before(tokenizer: Any, what: str) -> str:
+    """Return the special tokens that the tokenizer puts before a text. Raises ``PackagingError`` for some after it.
+
+    ``what`` is the template in the message."""
     whole = tokenizer("a").input_ids
     plain = tokenizer("a", add_special_tokens=False).input_ids
     start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), None)
     if start is None or start + len(plain) != len(whole):
-        raise PackagingError("prompt_template: the tokenizer ends each text with special tokens, which no chat does")
+        raise PackagingError(f"{what}: the tokenizer ends each text with special tokens, which no chat does")
     return "".join(tokenizer.convert_ids_to_tokens(whole[:start]))
 
 

@@ -128,6 +128,14 @@ def _write_card(root: Path, file: Path) -> None:
     file.write_text(head + text.read_text(encoding="utf-8"), encoding="utf-8")
 
 
+def linked(source: Path, target: Path) -> None:
+    """Make ``target`` a directory with the files of ``source``, which share their bytes where that is possible."""
+    for file in sorted(source.rglob("*")):
+        if file.is_file():
+            (target / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            _link(file, target / file.relative_to(source))
+
+
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
