@@ -42,6 +42,7 @@ COMMANDS = {  # the module of each, and its name in there where that is another
     "stop": "models.changes:stop",
     "export": "models.export:export",
     "promote": "promote.command:promote",
+    "import": "convert.command:import_",
     "windows": "accounts.windows:windows",
     "ledger": "accounts.ledger:ledger",
     "batch": "batch.command:batch",

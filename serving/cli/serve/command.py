@@ -65,37 +65,14 @@ def serve(
     The server speaks the APIs of OpenAI, Anthropic, Databricks, MLflow and others. It runs in the foreground until a
     signal ends it: SIGTERM lets running requests finish, SIGINT (Ctrl-C) does not.
     """
-    if spec_file is None:
-        start_log.begin(server["log_level"], server["log_file"])
     if spec_file is not None:
         _check_alone(click.get_current_context())
         spec = read_serve_spec(spec_file)
         start_log.begin(spec.settings.log_level, spec.settings.log_file)
         check_place(spec.settings)
     else:
-        dialects = dialects_of(server)
-        models = (*places, *models)
-        settings = ServerSettings(**server)
-        check_place(settings)
-        named = {} if server["database"] and not models else named_models(models, name)
-        addresses = engine_addresses(engines, tuple(named), engine_key_file)
-        overrides, fields = engine_overrides(config), request_fields(defaults)
-        if fields and not named:
-            raise click.UsageError("-D goes with -m: endpoints in the database have their own defaults")
-        check_settings(overrides, named, addresses)
-        say({"stage": "reading", "models": len(named)})
-        spec = ServeSpec(
-            endpoints=tuple(
-                msgspec.structs.replace(one, addresses=addresses[one.name], key_file=os.path.abspath(engine_key_file))
-                if engine_key_file is not None and one.name in addresses
-                else one
-                for one in endpoint_specs(named, overrides, profile, elsewhere=tuple(addresses), defaults=fields)
-            ),
-            settings=settings,
-            engine=overrides,
-            profile=profile,
-            dialects=dialects,
-        )
+        start_log.begin(server["log_level"], server["log_file"])
+        spec = spec_of(places, models, name, profile, config, defaults, engines, engine_key_file, **server)
     spec = spec.resolved()
     if spec.settings.is_open_to_others:
         start_log.say(
@@ -108,6 +85,44 @@ def serve(
     run(spec, say)
     if logs.is_configured():
         logs.event("stopped")
+
+
+def spec_of(
+    places: tuple[str, ...],
+    models: tuple[str, ...],
+    name: str | None,
+    profile: ProfileName,
+    config: tuple[str, ...],
+    defaults: tuple[str, ...],
+    engines: tuple[str, ...],
+    engine_key_file: str | None,
+    **server: Any,
+) -> ServeSpec:
+    """Return the spec that the options of ``serve`` describe, with the models read. Raises ``ClickException``,
+    ``PackagingError`` and ``InvalidField``."""
+    dialects = dialects_of(server)
+    models = (*places, *models)
+    settings = ServerSettings(**server)
+    check_place(settings)
+    named = {} if server["database"] and not models else named_models(models, name)
+    addresses = engine_addresses(engines, tuple(named), engine_key_file)
+    overrides, fields = engine_overrides(config), request_fields(defaults)
+    if fields and not named:
+        raise click.UsageError("-D goes with -m: endpoints in the database have their own defaults")
+    check_settings(overrides, named, addresses)
+    say({"stage": "reading", "models": len(named)})
+    return ServeSpec(
+        endpoints=tuple(
+            msgspec.structs.replace(one, addresses=addresses[one.name], key_file=os.path.abspath(engine_key_file))
+            if engine_key_file is not None and one.name in addresses
+            else one
+            for one in endpoint_specs(named, overrides, profile, elsewhere=tuple(addresses), defaults=fields)
+        ),
+        settings=settings,
+        engine=overrides,
+        profile=profile,
+        dialects=dialects,
+    )
 
 
 def _check_alone(context: click.Context) -> None:

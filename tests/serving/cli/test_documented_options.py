@@ -25,7 +25,7 @@ def documented() -> list[str]:
 def unknown(line: str) -> list[str]:
     """Return the options of ``line`` that its command does not have, or the line itself if there is no such command."""
     command: click.Command = cli
-    words = line.split()
+    words = re.sub(r'"[^"]*"', '""', line).split()  # a quoted command of another program has options of its own
     options = {"-h", "--help", "--version"}
     while isinstance(command, click.Group) and words and words[0] in command.commands:
         command = command.commands[words.pop(0)]

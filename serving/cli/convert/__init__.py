@@ -1,0 +1,1 @@
+"""`mlflow-llm import`: models of Ollama and mlflow.transformers, and command lines of vLLM."""
