@@ -15,8 +15,7 @@ from ..model import manifest as manifests
 from ..model import model_registry
 from ..model.base_model import fetch_base
 from ..model.hub import HUB_ID
-from ..model.names import FLAVOR_NAME, MLMODEL
-from ..save.facts import Facts, stored_facts
+from ..model.stored_facts import Facts, facts_in
 from ..save.registry_pages import adapter_line, code
 
 CARD = "README.md"
@@ -56,6 +55,8 @@ def _lineage(
     if in_store(uri):  # a path says nothing on another machine
         lines.append(f"- Model: {code(model_registry.pinned(uri))}")
     lines.append(f"- Content hash: {code(manifest.content_hash)}")
+    if facts is not None and facts.base_hash is not None:
+        lines.append(f"- Content hash of the base's own files: {code(facts.base_hash)}")
     if manifest.base is not None:
         lines.append(f"- Base: {code(manifest.base.uri)}, content hash {code(manifest.base.content_hash)}")
     adapters = {} if facts is None else facts.adapters
@@ -73,20 +74,15 @@ def _lineage(
 
 def _facts(root: Path) -> tuple[Facts | None, str | None]:
     """Return the facts of a model together with those of its base, and the name of the base."""
-    facts = _stored(root)
+    facts = facts_in(root)
     manifest = manifests.read(root)
     if manifest.base is None or facts is None:
         return facts, None if facts is None else facts.name
-    below = _stored(fetch_base(manifest.base, weights=False))
+    below = facts_in(fetch_base(manifest.base, weights=False))
     if below is None:
         return facts, None
 
     return msgspec.structs.replace(facts, adapters=below.adapters | facts.adapters), below.name
-
-
-def _stored(root: Path) -> Facts | None:
-    described = yaml.safe_load((root / MLMODEL).read_text(encoding="utf-8"))
-    return stored_facts(described["flavors"].get(FLAVOR_NAME, {}))
 
 
 def _is_sentence(target: Path) -> bool:

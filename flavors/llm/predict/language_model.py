@@ -17,6 +17,7 @@ from ....serving.interface.request import ValidRequest
 from ....serving.interface.settings import EngineSettings
 from ....serving.system.sizes import readable
 from ..errors import as_mlflow, raises_mlflow
+from ..model.stored_facts import lineage_lines
 from . import html
 from .aio import AsyncLanguageModel
 from .answers import (
@@ -281,6 +282,7 @@ class LanguageModel:
         session = self._session
         facts: list[tuple[str, Any]] = [("Model", session.name), ("Content hash", session.bundle.content_hash[:12])]
         facts += [("Tasks", ", ".join(self.tasks)), ("Adapters", ", ".join(self.adapters) or "none")]
+        facts += [(f"Adapter {name}", line) for name, line in lineage_lines(session.bundle.adapters)]
         weights = sum(file.stat().st_size for file in Path(session.bundle.model_dir).rglob("*.safetensors"))
         facts.append(("Weights", readable(weights)))
         if (context := session.context) is not None:

@@ -18,8 +18,10 @@ from ....serving.model_files import model_uri
 from ..model import fetch, model_registry
 from ..model import manifest as manifests
 from ..model.names import FLAVOR_NAME, MLMODEL
+from ..model.stored_facts import Lineage, stored_facts
 from .adapters import CONFIG
-from .facts import Lineage, stored_facts
+from .peft_split import adapter_names, has_adapters
+from .training_runs import training_runs
 
 PEFT = "peft"  # where mlflow.transformers keeps an adapter
 
@@ -31,20 +33,27 @@ class Adapters(Struct, frozen=True, kw_only=True):
     lineages: dict[str, Lineage] = {}
 
 
-def fetch_adapters(given: Any, runs: Mapping[str, str] | None, scratch: Path) -> Adapters:
+def fetch_adapters(
+    given: Any, runs: Mapping[str, str] | None, scratch: Path, *, model: Any = None, logged_by: Model | None = None
+) -> Adapters:
     """Fetch the adapters that ``given`` names by a ``runs:/`` or ``models:/`` URI into ``scratch``.
 
-    ``runs`` has the ids of the runs that trained adapters, by name; a URI says its own. Raises ``PackagingError`` for a
-    URI without an adapter, or for a run that does not exist.
+    ``runs`` has the ids of the runs that trained adapters, by name; a URI says its own, and those of others, also of a
+    PeftModel as the ``model``, are looked for if ``logged_by`` is a model that is being logged. Raises
+    ``PackagingError`` for a URI without an adapter, or for a run that does not exist.
     """
-    if not isinstance(given, dict):
+    if given is not None and not isinstance(given, dict):
         return Adapters(given=given, lineages=_of_runs(runs))
-    found = dict(given)
+    found = dict(given or {})
     lineages: dict[str, Lineage] = {}
-    for name, source in given.items():
+    for name, source in found.items():
         if isinstance(source, str) and model_uri.in_store(source):
             found[name], lineages[name] = _fetched(str(name), source, scratch)
-    return Adapters(given=found, lineages=lineages | _of_runs(runs))
+    if logged_by is not None and logged_by.model_id is not None:
+        inside = dict.fromkeys(adapter_names(model), model) if has_adapters(model) else {}
+        sources = {name: one for name, one in (inside | found).items() if name not in {*lineages, *(runs or ())}}
+        lineages |= {name: _lineage(run_id) for name, run_id in training_runs(sources, logged_by.run_id).items()}
+    return Adapters(given=None if given is None else found, lineages=lineages | _of_runs(runs))
 
 
 def check_runs(runs: Mapping[str, str] | None, adapters: list[str]) -> None:

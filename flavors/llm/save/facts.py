@@ -12,16 +12,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml  # type: ignore[import-untyped]
-from msgspec import Struct
 
+from ..model import manifest as manifests
 from ..model.hub import HUB_ID
-from ..model.manifest import Manifest
+from ..model.manifest import MODEL, Manifest
+from ..model.stored_facts import AdapterFacts, Facts, Lineage
 from ..model.tasks import config_file, read_config
 from .adapters import CONFIG
 
-FACTS = "facts"  # the key of the flavor in the MLmodel file
 MAX_TEXT = 200  # characters of a value that a checkpoint gives
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt", "COPYING")
@@ -37,42 +36,6 @@ TITLES = {
 }
 FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---", re.DOTALL)
 MAX_FILE = 2**20  # bytes of a README or licence that are read
-
-
-class Lineage(Struct, frozen=True, kw_only=True):
-    """The origin of an adapter: the ``source`` that was given as a URI, the run that trained it, and the datasets of
-    that run, each as ``name@digest``."""
-
-    source: str | None = None
-    run_id: str | None = None
-    datasets: tuple[str, ...] = ()
-
-
-class AdapterFacts(Struct, frozen=True, kw_only=True):
-    """An adapter: its method as peft names it, rank, the base that it was trained on, its size, and its lineage."""
-
-    method: str
-    rank: int | None
-    base: str | None
-    bytes: int
-    lineage: Lineage = Lineage()
-
-
-class Facts(Struct, frozen=True, kw_only=True):
-    """A model. ``dtype`` is that of its floating-point weights as stored; ``parameters`` counts tied weights once."""
-
-    name: str | None
-    architecture: str | None
-    parameters: int
-    context_length: int
-    dtype: str | None
-    license: str | None
-    weight_bytes: int
-    adapters: dict[str, AdapterFacts] = {}
-
-    @property
-    def adapter_bytes(self) -> int:
-        return sum(adapter.bytes for adapter in self.adapters.values())
 
 
 def facts_of(
@@ -102,16 +65,9 @@ def facts_of(
         dtype=_dtype(weights),
         license=_licence(model_dir, config),
         weight_bytes=sum(file.stat().st_size for file in weights),
+        base_hash=_base_hash(manifest, model_dir),
         adapters={one: _adapter(root, one, manifest, base, lineages.get(one, Lineage())) for one in manifest.adapters},
     )
-
-
-def stored_facts(flavor: Mapping[str, Any]) -> Facts | None:
-    """Read the facts that the flavor's part of an MLmodel file has; None in a model of an earlier release."""
-    try:
-        return msgspec.convert(flavor[FACTS], Facts)
-    except (KeyError, msgspec.ValidationError):
-        return None
 
 
 def _name(model: Any, config: dict[str, Any], manifest: Manifest) -> str | None:
@@ -126,6 +82,12 @@ def _name(model: Any, config: dict[str, Any], manifest: Manifest) -> str | None:
     if model is None or not isinstance(model, str | Path):
         return None
     return _text(Path(model).expanduser().absolute().name)
+
+
+def _base_hash(manifest: Manifest, model_dir: Path) -> str:
+    """Return the content hash of the base's own files: equal for all models over one base, whatever their adapters."""
+    holder = manifest if manifest.base is None else manifests.read(model_dir.parent)
+    return manifests.content_hash_of({path: one for path, one in holder.files.items() if path.startswith(MODEL)})
 
 
 def _adapter(root: Path, name: str, manifest: Manifest, base: str | None, lineage: Lineage) -> AdapterFacts:

@@ -21,8 +21,8 @@ from ....serving.model_files.model_uri import RegisteredModel
 from ....serving.system.sizes import readable
 from ..model import model_registry
 from ..model.names import FLAVOR_NAME
+from ..model.stored_facts import AdapterFacts, Facts, line_of, stored_facts
 from .adapter_sources import datasets_of
-from .facts import AdapterFacts, Facts, stored_facts
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ def params_of(flavor: dict[str, Any], facts: Facts) -> dict[str, str]:
     found: dict[str, Any] = {
         "base": flavor.get("base") or facts.name,
         "content_hash": flavor["content_hash"],
+        "base_hash": facts.base_hash,
         "architecture": facts.architecture,
         "parameters": facts.parameters,
         "weight_bytes": facts.weight_bytes,
@@ -115,11 +116,8 @@ def description(flavor: dict[str, Any], facts: Facts, uri: str) -> str:
 
 
 def adapter_line(name: str, adapter: AdapterFacts) -> str:
-    rank = "" if adapter.rank is None else f", rank {adapter.rank}"
-    base = "" if adapter.base is None else f", trained on {code(adapter.base)}"
-    run = "" if adapter.lineage.run_id is None else f", by run {code(adapter.lineage.run_id)}"
-    data = "" if not adapter.lineage.datasets else f", with {', '.join(map(code, adapter.lineage.datasets))}"
-    return f"- {code(name)}: {code(adapter.method)}{rank}{base}{run}{data}"
+    """Return an entry of a list in Markdown for an adapter."""
+    return f"- {code(name)}: {line_of(adapter, '`')}"
 
 
 def code(text: str) -> str:

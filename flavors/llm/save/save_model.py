@@ -29,12 +29,13 @@ from ..model.manifest import Manifest
 from ..model.names import FLAVOR_NAME, LOADER_MODULE
 from ..model.options import EngineOptions
 from ..model.signature import default_example, lossless_signature
+from ..model.stored_facts import FACTS, Facts
 from ..model.templates import Templates
 from . import mlflow_requirements, registry_pages, tool_formats
 from .adapter_sources import check_runs, fetch_adapters
 from .arguments import check_types, plain_metadata
 from .bundle_writer import Parts, check_parts, write_bundle
-from .facts import FACTS, Facts, facts_of
+from .facts import facts_of
 from .file_modes import apply_umask
 from .requirements import CONDA_ENV, PYTHON_ENV, Requirements, check_requirements, write_environment
 
@@ -91,7 +92,8 @@ def save_model(
             ``model=None``. They inherit what the base was saved with unless you override it here (docs/adapters.md).
         default_adapter: the adapter for requests that name none. None: the base answers such requests; with ``base``,
             the default adapter of that model does.
-        adapter_runs: ids of the MLflow runs that trained adapters, by their names, where no URI says so.
+        adapter_runs: ids of the MLflow runs that trained adapters, by their names, where no URI says so. None: those
+            that ``log_model`` finds by itself (docs/adapters.md).
         defaults: values for request fields that a request leaves out, such as ``{"max_tokens": 256}``.
         generation_config: the model's own sampling defaults, which ``defaults`` override: a dict or a
             ``transformers.GenerationConfig``; ``{}`` for none. None: the model's ``generation_config.json``.
@@ -174,7 +176,7 @@ def save_model(
         config = _as_stored(config, parts.quantization, asked=given.get("quantization"))
         parts = msgspec.structs.replace(parts, settings=config.settings)
         with tempfile.TemporaryDirectory(prefix="mlflow-llm-") as scratch:
-            sources = fetch_adapters(adapters, adapter_runs, Path(scratch))
+            sources = fetch_adapters(adapters, adapter_runs, Path(scratch), model=model, logged_by=mlflow_model)
             written = write_bundle(root, msgspec.structs.replace(parts, adapters=sources.given))
         manifest, model_dir = written.manifest, written.model_dir
         config = _as_stored(config, manifest.quantization, asked=given.get("quantization"))

@@ -17,7 +17,7 @@ from ..model.base_model import fetch_base
 from ..model.fetch import local_root
 from ..model.manifest import DEFAULT_TEMPLATE, Manifest
 from ..model.names import FLAVOR_NAME, MLMODEL
-from .facts import FACTS, stored_facts
+from ..model.stored_facts import FACTS, stored_facts
 
 TEMPLATES = ("chat_templates", DEFAULT_TEMPLATE)
 

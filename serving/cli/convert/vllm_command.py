@@ -166,7 +166,8 @@ def _take(found: Found, flag: str, values: tuple[str, ...]) -> None:
             raise click.UsageError(f"the command names two models, {found.model} and {values[0]}")
         found.model = values[0]
         return
-    state, note, words = LEFT, "it is not known here", ()
+    state, note = LEFT, "it is not known here"
+    words: tuple[str, ...] = ()
     if flag == "--served-model-name" and values:
         found.names = values
         state, note = TAKEN, "the endpoint's name" + (", and further names for it" if len(values) > 1 else "")
@@ -188,7 +189,7 @@ def _take(found: Found, flag: str, values: tuple[str, ...]) -> None:
         state, note = NOTHING, "it is off, or a setting of vLLM's own"
     elif (reason := reason_without(flag)) is not None:
         state, note = (LEFT if reason[0] else NOTHING), reason[1]
-    found.lines.append(Line(flag=flag, values=values, state=state, note=note, words=tuple(words)))
+    found.lines.append(Line(flag=flag, values=values, state=state, note=note, words=words))
 
 
 def _converted(flag: str, values: tuple[str, ...]) -> tuple[str, str, tuple[str, ...]]:

@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from ...model_files import cached_copies, downloads
+from ...system.escape import visible_line
 from ...system.sizes import readable
 from ...system.step_line import duration
 from ..store import table
@@ -87,6 +88,25 @@ def prune(days: float, everything: bool, dry_run: bool) -> None:
         else:
             click.echo(f"{one.kind} {one.name} is in use", err=True)
     click.echo(f"{readable(freed)} {'would be ' if dry_run else ''}freed")
+
+
+@models.command()
+@click.argument("model")
+@as_json
+def show(model: str, as_json: bool) -> None:
+    """Show what a logged model is, and where its adapters come from.
+
+    MODEL is a registered model (NAME, NAME/VERSION, NAME@ALIAS or models:/…), another URI, or the directory of a logged
+    model. Its weights are not fetched.
+    """
+    from .facts import facts_of
+
+    found = facts_of(model)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        click.echo(f"{name}: {visible_line(value)}")
 
 
 @click.command()

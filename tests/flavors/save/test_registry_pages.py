@@ -15,8 +15,9 @@ from mlflow.models import Model
 from mlflow.tracking._model_registry.client import ModelRegistryClient
 
 from mlflow_llm.flavors import llm
+from mlflow_llm.flavors.llm.model import manifest as manifests
+from mlflow_llm.flavors.llm.model.stored_facts import stored_facts
 from mlflow_llm.flavors.llm.save import registry_pages
-from mlflow_llm.flavors.llm.save.facts import stored_facts
 
 
 @pytest.fixture
@@ -35,6 +36,12 @@ def trained(adapter_dir):
         mlflow.log_input(rows, context="training")
         mlflow.log_artifacts(str(adapter_dir), "adapter")
     return run.info.run_id
+
+
+def base_hash(info):
+    """Return the content hash of the files in ``model/``, as the manifest has them."""
+    files = manifests.read(Path(mlflow.artifacts.download_artifacts(info.model_uri))).files
+    return manifests.content_hash_of({path: one for path, one in files.items() if path.startswith("model/")})
 
 
 def test_params_tags_metrics_and_description(store, carded, adapter_dir):
@@ -58,6 +65,7 @@ def test_params_tags_metrics_and_description(store, carded, adapter_dir):
         "llm.tasks": "mine",
         "llm.base": "carded",
         "llm.content_hash": info.flavors["llm"]["content_hash"],
+        "llm.base_hash": base_hash(info),
         "llm.architecture": "LlamaForCausalLM",
         "llm.parameters": str(272 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 64) + 32),
         "llm.weight_bytes": str(weights),

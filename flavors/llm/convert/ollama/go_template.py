@@ -114,8 +114,9 @@ class Parser:
     def _branch(self, condition: str) -> list[Any]:
         line = self.place
         value = self._expression(condition)
+        then: list[Any] = []
         if value is False:  # what it guards is never written, and may hold what has no conversion
-            then, ending = [], self._skip()
+            ending = self._skip()
         else:
             then, ending = self._nodes()
         otherwise: list[Any] = []
