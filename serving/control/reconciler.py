@@ -397,9 +397,10 @@ class Reconciler:
         return self._contents.get(place, "")
 
     def _is_ready(self, state: EndpointState) -> bool:
-        """Return whether the engines of an endpoint answer; a short silence is not counted."""
+        """Return whether the engines of an endpoint answer, but for its shadows; a short silence is not counted."""
         deployed = self._deployed.get(state.id)
-        if deployed is None or all(self._answers(entity.key) for entity in deployed.entities):
+        needed = [] if deployed is None else [one.key for one in deployed.entities if one.config.shadow is None]
+        if all(map(self._answers, needed)):
             self._unready.pop(state.id, None)
             return True  # without a deployment, a plan of an earlier controller process is served
         return time.monotonic() - self._unready.setdefault(state.id, time.monotonic()) <= UNREADY_SECONDS

@@ -13,6 +13,7 @@ from ..interface.canary import Canary
 from ..interface.dialect_settings import DialectSettings
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import EngineSettings, PrefixSharing
+from ..interface.shadow import Shadow
 from ..model_files.model_uri import LATEST, by_version, parse
 from ..model_files.model_version import ModelVersion
 
@@ -47,7 +48,7 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
 
     With ``max_provisioned_throughput`` (tokens/s), it is provisioned. ``engine_settings`` replace those saved with the
     model; ``defaults`` (request fields) override the model's own. ``source`` is the model that was found; it is stored,
-    but only its effective request defaults are shown.
+    but only its effective request defaults are shown. With ``shadow``, it gets copies of requests and no traffic.
 
     With ``follow_alias``, the leader of the gateways moves the entity to the version that its alias means by then, at
     once or by way of a ``canary``. A canary is itself an entity, with the name of its original in ``canary_of``.
@@ -64,6 +65,7 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
     follow_alias: bool = False
     canary: Canary | None = None
     canary_of: str | None = None
+    shadow: Shadow | None = None
     source: ModelSource | None = None
 
     @property

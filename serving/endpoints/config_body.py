@@ -18,6 +18,7 @@ from ..interface.errors import InvalidField
 from ..interface.payload_log import PayloadLog
 from ..interface.readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
 from ..interface.settings import GRANTED, NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
+from ..interface.shadow import Shadow
 from ..interface.validated_struct import Checked
 from ..model_files.model_uri import by_version
 from ..modes.provisioned import check_throughput
@@ -92,6 +93,13 @@ def _canary(value: Any, path: str) -> Canary:
         return Canary.read(values)
 
 
+@reader(**_schema_of(Shadow))
+def _shadow(value: Any, path: str) -> Shadow:
+    values = obj(value, path)
+    with as_written(None, path):
+        return Shadow.read(values)
+
+
 _RATE = Entry(integer(0, MAX_RATE), "tokens/s")
 _ENTITY = {
     "name": Entry(
@@ -111,6 +119,7 @@ _ENTITY = {
     "follow_alias": Entry(boolean, "Move to another version when the alias does"),
     "canary": Entry(_canary, "Judge a new version by a share of the traffic before it gets all; see docs/endpoints.md"),
     "canary_of": Entry(string, "Shown of a running canary, which an update ends: its traffic goes back"),
+    "shadow": Entry(_shadow, "Gets copies of the endpoint's requests, as these settings say, and no traffic"),
 }
 # the older names of fields, which older clients use
 OLDER = {"served_entities": "served_models", "entity_name": "model_name", "entity_version": "model_version"}
@@ -209,8 +218,11 @@ def _config(listed: list[dict[str, Any]], found: dict[str, Any]) -> EndpointConf
     for place, name in enumerate(names):
         if name in names[:place]:
             raise InvalidField(f"served_entities[{place}].name", name, "a name that only one served entity has")
+    shadows = {entity.name for entity in entities if entity.shadow is not None}
+    if len(shadows) == len(entities):
+        raise InvalidField("served_entities", len(entities), "at least one entity without shadow, which answers")
     traffic = found.get("traffic_config", {})
-    routes = _routes(traffic.get("routes"), "traffic_config.routes", names)
+    routes = _routes(traffic.get("routes"), "traffic_config.routes", names, shadows)
     return EndpointConfig(
         served_entities=entities,
         routes=routes,
@@ -230,6 +242,9 @@ def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> Enti
         raise InvalidField(f"{field}.entity_version", item.get("entity_version"), _VERSION_ALLOWED)
     minimum, maximum = _throughput(item, field)
     _check_following(item, maximum, field)
+    if item.get("shadow") is not None and maximum is not None:
+        allowed = "none: copies of requests run in the time that others leave"
+        raise InvalidField(f"{field}.max_provisioned_throughput", maximum, allowed)
     return EntityConfig(
         name=name_in_urls(item.get("name", _name_of(entity_name, version)), f"{field}.name"),
         entity_name=entity_name,
@@ -241,6 +256,7 @@ def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> Enti
         defaults=item.get("defaults", {}),
         follow_alias=item.get("follow_alias", False),
         canary=item.get("canary"),
+        shadow=item.get("shadow"),
     )
 
 
@@ -297,14 +313,21 @@ def _throughput(item: dict[str, Any], field: str) -> tuple[int | None, int | Non
     return minimum or 0, minimum if maximum is None else maximum
 
 
-def _routes(listed: tuple[dict[str, Any], ...] | None, field: str, names: list[str]) -> tuple[Route, ...]:
+def _routes(
+    listed: tuple[dict[str, Any], ...] | None, field: str, names: list[str], shadows: set[str]
+) -> tuple[Route, ...]:
     if listed is None:
-        if len(names) > 1:
+        answering = [name for name in names if name not in shadows]
+        if len(answering) > 1:
             raise InvalidField(field, None, "a traffic percentage for each of several served entities")
-        return (Route(served_model_name=names[0], traffic_percentage=100),)
+        return (Route(served_model_name=answering[0], traffic_percentage=100),)
     routes = tuple(_route(item, f"{field}[{place}]", names) for place, item in enumerate(listed))
     if len({route.served_model_name for route in routes}) != len(routes):
         raise InvalidField(field, [route.served_model_name for route in routes], "one route for each served entity")
+    for place, route in enumerate(routes):
+        if route.served_model_name in shadows and route.traffic_percentage:
+            allowed = f"0: {route.served_model_name} is a shadow, whose answers nobody gets"
+            raise InvalidField(f"{field}[{place}].traffic_percentage", route.traffic_percentage, allowed)
     total = sum(route.traffic_percentage for route in routes)
     if total != 100:
         raise InvalidField(field, total, "percentages that sum to 100")

@@ -8,6 +8,7 @@ from ..interface.canary import Canary
 from ..interface.dialect_settings import DialectSettings
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import PrefixSharing
+from ..interface.shadow import Shadow
 from ..interface.type_schema import fields, form
 from ..metering.accounts.authorization import PermissionLevel
 from .gateways import AdapterProgress
@@ -44,6 +45,7 @@ class ServedEntityInfo(TypedDict):
     follow_alias: NotRequired[bool]
     canary: NotRequired[Canary]
     canary_of: NotRequired[str]
+    shadow: NotRequired[Shadow]
     resolved_name: NotRequired[str]
     resolved_version: NotRequired[str]
     content_hash: NotRequired[str]

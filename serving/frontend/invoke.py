@@ -14,13 +14,12 @@ import msgspec
 from ..dialects import Head, InferenceRoute, StreamEncoder
 from ..interface.errors import InvalidField, ServingError
 from ..interface.logits_size import logits_size
-from ..interface.reply import Done, Piece, Reply
+from ..interface.reply import Piece, Reply
 from ..interface.request import RawRequest, ValidRequest
 from ..modes import Admission, Target
-from ..observability.access_record import AccessRecord
 from ..routing.served_endpoints import ServedEntity
 from ..tasks.prepare import Limits, prepare
-from ..tasks.reply import embed, generate, score
+from ..tasks.reply import generate
 from ..tasks.reply_size import fixed_size
 from ..tasks.request_weights import adapter_of
 from . import end_users
@@ -29,6 +28,8 @@ from .answer import Answer
 from .dialect_choice import choose, has_open_dialect
 from .limits import rate_limit_headers
 from .operation import Request
+from .run_task import counted, run_task
+from .shadow_queue import ShadowCopy, is_drawn
 from .streams.first_bytes import Patience
 from .streams.in_flight import InterruptibleIterator, interrupt_at_deadline, interrupt_on_disconnect
 from .streams.stream import Stream
@@ -55,11 +56,15 @@ def _invoked(server: WorkerState, request: Request) -> Answer:
     check_limits(server, request, known, _inference(request).task)
     with server.memory.allocate(request.payer(server)) as allocation:
         with ExitStack() as held:
-            entity, valid, echoed = _accept(server, request, held, is_known=len({e.endpoint for e in known}) == 1)
+            entity, valid, echoed, copies = _accept(
+                server, request, held, is_known=len({e.endpoint for e in known}) == 1
+            )
             if not valid.stream:
                 info = entity.engine.info
                 allocation.grow(fixed_size(valid, info.embedding_dim) + sum(logits_size(valid, info.vocab_size)))
             source, pull, pieces = _start(server, entity, valid, request, held)
+            for copy in copies:
+                server.shadows.put(copy)
             if valid.stream:
                 encoder = request.dialect.stream(valid, echoed)
                 tokens = token_writer(source, encoder, request.record, request.sock)
@@ -74,11 +79,11 @@ def _invoked(server: WorkerState, request: Request) -> Answer:
 
 def _accept(
     server: WorkerState, request: Request, held: ExitStack, *, is_known: bool
-) -> tuple[ServedEntity, ValidRequest, bytes]:
+) -> tuple[ServedEntity, ValidRequest, bytes, list[ShadowCopy]]:
     """Receive, decode, address and prepare a request; ``held`` gets what must be released later.
 
-    Return the served entity, the prepared request, and the part of the body that the reply repeats; no other part of
-    the body is kept. ``is_known`` says that the endpoint's limits have been checked already.
+    Return the served entity, the prepared request, the part of the body that the reply repeats, and the copies for
+    shadows; no other part of the body is kept. ``is_known`` says that the endpoint's limits have been checked already.
     """
     record = request.record
     with server.memory.allocate(request.payer(server)) as allocation:
@@ -106,9 +111,33 @@ def _accept(
         valid = server.offload(len(body), prepare, raw, entity.view, limits)
         record.accept(valid, body)
         _capture(server, entity, request, body, held)
+        copies = _copies(entity, request, raw, valid, len(body))
     if raw.echoed:
         held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
-    return entity, valid, raw.echoed
+    return entity, valid, raw.echoed, copies
+
+
+def _copies(
+    entity: ServedEntity, request: Request, raw: RawRequest, valid: ValidRequest, size: int
+) -> list[ShadowCopy]:
+    """Return the copies of a request for those shadows of its endpoint that have it in their sample."""
+    if not entity.shadows or request.background is not None:
+        return []
+    record = request.record
+    return [
+        ShadowCopy(
+            request_id=valid.request_id,
+            entity=shadow,
+            raw=msgspec.structs.replace(raw, stream=False, return_trace=False),
+            size=size,
+            path=record.path,
+            caller=request.caller,
+            labels=record.labels,
+            payload_log=None if record.capture is None else record.capture.settings,
+        )
+        for shadow in entity.shadows
+        if is_drawn(shadow, valid.request_id)
+    ]
 
 
 def _capture(server: WorkerState, entity: ServedEntity, request: Request, body: bytes, held: ExitStack) -> None:
@@ -181,42 +210,14 @@ def _start(
         request.record.headers |= rate_limit_headers.headers(admission.lease.limits)
     if request.record.capture is not None:
         request.record.capture.admitted = True
-    source = _run(entity, valid, admission)
+    source = run_task(entity, valid, admission)
     pull: InterruptibleIterator[Piece] = InterruptibleIterator(source)
     held.callback(pull.close)
     held.enter_context(server.in_flight.track(pull))
     watch = request.watch or partial(interrupt_on_disconnect, request.sock)
     held.enter_context(watch(pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
-    return source, pull, _counted(pull, admission, request.record, returns_trace=valid.return_trace)
-
-
-def _run(entity: ServedEntity, valid: ValidRequest, admission: Admission | None) -> generate.Pieces:
-    if valid.task == "embeddings":
-        return embed.run(entity.engine, valid)
-    if valid.task == "score":
-        return score.run(entity.engine, valid)
-    on_tokens = None if admission is None else lambda _, count: admission.lease.count(count)
-    return generate.run(entity.engine, valid, entity.view.text, on_tokens)
-
-
-def _counted(
-    pull: InterruptibleIterator[Piece], admission: Admission | None, record: AccessRecord, *, returns_trace: bool
-) -> Iterator[Piece]:
-    for piece in pull:
-        record.see(piece)
-        if admission is not None and isinstance(piece, Done):
-            used = piece.usage
-            admission.lease.settle(
-                prompt=used.prompt_tokens,
-                cached=used.cached_tokens,
-                completion=used.completion_tokens,
-                finish_reason=record.finish_reason,
-                drafts=(used.draft_tokens, used.accepted_draft_tokens),
-            )
-        if returns_trace and isinstance(piece, Done):
-            piece = msgspec.structs.replace(piece, trace=record.returned_trace())
-        yield piece
+    return source, pull, counted(pull, admission, request.record, returns_trace=valid.return_trace)
 
 
 def _streamed(stream: Stream, encoder: StreamEncoder) -> Answer:

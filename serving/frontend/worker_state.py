@@ -21,6 +21,7 @@ from ..tasks.cache_salt import CacheSalts
 from .limits.memory_budget import MemoryBudget
 from .limits.refusal_limit import RefusalLimit
 from .offload import Offload
+from .shadow_queue import ShadowQueue
 from .streams.in_flight import InFlightRequests
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class WorkerState:
     engines' state directories; None means the user's own. ``find_models`` resolves URIs (``ResolverPool``).
     ``prompts`` is MLflow's prompt registry, if the server has one.
     ``payloads`` takes the texts of requests to endpoints with a payload log.
-    ``batches_changed`` wakes the runner of batches.
+    ``shadows`` takes copies of requests, for ``ShadowRunner``. ``batches_changed`` wakes the runner of batches.
     """
 
     settings: ServerSettings
@@ -69,6 +70,7 @@ class WorkerState:
     find_models: FindModels | None = None
     prompts: PromptRegistry | None = None
     payloads: PayloadQueue | None = None
+    shadows: ShadowQueue = field(default_factory=ShadowQueue)
     batches_changed: Event = field(default_factory=Event)
 
     @property

@@ -178,9 +178,11 @@ class AccessRecord:
 
     def _captured(self, capture: Capture, status: int, seconds: float) -> Captured:
         row = Payload(
-            request_id=self.reply_id,
+            request_id=capture.shadow_of or self.reply_id,
             endpoint=self.endpoint,
             entity=self.entity,
+            model_version=self.model.label or None,
+            shadow=bool(capture.shadow_of),
             adapter=self.adapter or None,
             tenant=capture.tenant,
             key_id=capture.key_id,

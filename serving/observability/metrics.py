@@ -51,6 +51,12 @@ PAYLOADS_DROPPED = Counter(
     ("endpoint",),
     registry=OWN,
 )
+SHADOWS_DROPPED = Counter(
+    "mlflow_llm_shadows_dropped",
+    "Copies of requests that a shadow did not get, because it was too far behind or the server ended",
+    ("endpoint", "entity"),
+    registry=OWN,
+)
 STORE_OUTAGES = Counter("mlflow_llm_store_outages", "Times that the store stopped answering, per worker", registry=OWN)
 COUNT_VIOLATIONS = Counter(
     "mlflow_llm_ledger_violations",

@@ -22,7 +22,8 @@ class Capture:
     """The request whose texts are to be logged. ``body`` is None if it is too long for the log.
 
     ``send`` takes what was captured when the request has ended. ``admitted`` is set when the request runs: those that
-    are refused before are not logged.
+    are refused before are not logged. ``shadow_of`` is the id of the request that this one is a copy of, under which it
+    is logged, without its body.
     """
 
     settings: PayloadLog
@@ -31,6 +32,7 @@ class Capture:
     body: bytes | None
     send: Callable[[Captured], None]
     admitted: bool = False
+    shadow_of: str = ""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Captured:
         return msgspec.structs.replace(self.row, request=request, response=response, codes=tuple(codes))
 
     def _request(self, codes: list[str]) -> str | None:
+        if self.row.shadow:
+            return None
         if self.body is None:
             codes.append("MAX_REQUEST_SIZE_EXCEEDED")
             return None

@@ -10,7 +10,7 @@ import msgspec
 
 from ..control.settings import ServerSettings
 from ..endpoints.config import EntityConfig
-from ..modes import Mode, PayPerToken, Provisioned
+from ..modes import Mode, PayPerToken, Provisioned, Shadowing
 from ..modes.provisioned import Measured, reserved_units
 from ..tasks.prompt.endpoint import DATABRICKS_PAY_PER_TOKEN, DATABRICKS_PROVISIONED, Profile
 
@@ -47,6 +47,8 @@ def mode_of(entity: EntityConfig, facts: dict[str, Any], ledger: Any, replicas: 
     """
     if ledger is None:
         return None
+    if entity.shadow is not None:
+        return Shadowing(ledger)
     if not entity.provisioned:
         return PayPerToken(ledger)
     measured = msgspec.convert(facts, Measured)

@@ -197,7 +197,10 @@ class PlanFollower:
         profile = dataclasses.replace(
             self._profiles[planned.profile or self._profile], dialects=planned.dialects.over(self._dialects)
         )
-        entities = {entity.config.name: self._entity(planned, entity, profile) for entity in planned.entities}
+        found = [self._entity(planned, entity, profile) for entity in planned.entities]
+        shadows = tuple(entity for entity in found if entity.shadow is not None)
+        answering = [dataclasses.replace(one, shadows=shadows) for one in found if one.shadow is None]
+        entities = {entity.entity: entity for entity in answering}
         split = None
         if len(entities) > 1:
             place = (planned.id, planned.version)
@@ -232,6 +235,7 @@ class PlanFollower:
             prefix_sharing=planned.prefix_sharing,
             payload_log=planned.payload_log,
             identity=source.identity,
+            shadow=entity.config.shadow,
         )
 
     def _text(self, entity: PlannedEntity) -> TextModel:

@@ -10,6 +10,7 @@ from ..interface.errors import InvalidField, NotFound
 from ..interface.payload_log import PayloadLog
 from ..interface.request import Task
 from ..interface.settings import NAME, PrefixSharing
+from ..interface.shadow import Shadow
 from ..metering.accounts.authorization import ANONYMOUS, Caller
 from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..modes import Mode
@@ -25,7 +26,8 @@ class ServedEntity:
     ``view`` has what validation needs to know, including the tokenizer. ``mode`` admits requests; None admits all and
     keeps no ledger. ``created`` is in Unix seconds. ``entity`` is the served model's name in responses and metrics,
     ``identity`` says which model that is, in which version.
-    A ``prefix_sharing`` of None means the server's setting; without ``payload_log`` no text is kept.
+    A ``prefix_sharing`` of None means the server's setting; without ``payload_log`` no text is kept. ``shadows`` are
+    the entities that get copies of its requests, each as its ``shadow`` says; requests cannot name them.
     """
 
     endpoint: str
@@ -37,6 +39,8 @@ class ServedEntity:
     prefix_sharing: PrefixSharing | None = None
     payload_log: PayloadLog | None = None
     identity: ModelVersion = UNKNOWN
+    shadow: Shadow | None = None
+    shadows: tuple[ServedEntity, ...] = ()
 
     @property
     def version(self) -> str:

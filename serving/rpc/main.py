@@ -25,6 +25,7 @@ from ..control.main import SPEC, say
 from ..control.settings import ServerSettings
 from ..control.spec import ServeSpec
 from ..frontend.offload import give_way
+from ..frontend.shadow_runner import ShadowRunner
 from ..frontend.worker_server import worker_server
 from ..frontend.worker_state import WorkerState
 from ..interface.errors import PackagingError, ServingError, ShuttingDown
@@ -85,9 +86,12 @@ def main(argv: list[str]) -> int:
         say("failed", message=f"gRPC: {error}")
         return 1
     give_way()
+    shadows = ShadowRunner(server, server.shadows)
+    shadows.start()
     rpc.start()
     say("grpc", host=spec.settings.host, port=port, scheme="grpc" if spec.settings.tls_cert is None else "grpcs")
     process.ending.wait()
+    shadows.stop(LAST_SECONDS)
     end(process, service, server, rpc)
     return 0
 

@@ -253,12 +253,15 @@ def _tell(endpoint: dict[str, Any]) -> None:
 
 def _models(config: dict[str, Any]) -> str:
     split = {one["served_model_name"]: one["traffic_percentage"] for one in config["traffic_config"]["routes"]}
-    several = len(config["served_entities"]) > 1
+    several = sum("shadow" not in one for one in config["served_entities"]) > 1
     shown = []
     for one in config["served_entities"]:
         version = one.get("resolved_version") or one.get("entity_version", "")
         model = f"{one['entity_name']}/{version}" if version else one["entity_name"]
-        shown.append(f"{model} {split.get(one['name'], 0)} %" if several else model)
+        if "shadow" in one:
+            shown.append(f"{model} (shadow of {one['shadow']['sample']:.4g})")
+        else:
+            shown.append(f"{model} {split.get(one['name'], 0)} %" if several else model)
     return visible_line(", ".join(shown))
 
 

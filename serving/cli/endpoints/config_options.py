@@ -18,7 +18,7 @@ from ..model_options import engine_overrides, request_fields
 _SHORT = re.compile(r"(?P<name>[^/@:=]+)(?:/(?P<version>\d+)|@(?P<alias>[\w-]+))")
 ENTITY_FIELDS = (
     "name", "entity_name", "entity_version", "min_provisioned_throughput", "max_provisioned_throughput",
-    "scale_to_zero_enabled", "engine_settings", "defaults", "follow_alias", "canary",
+    "scale_to_zero_enabled", "engine_settings", "defaults", "follow_alias", "canary", "shadow",
 )  # fmt: skip
 THROUGHPUT = ("min_provisioned_throughput", "max_provisioned_throughput")
 
@@ -36,6 +36,9 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         payload_log: str | None,
         follow_alias: bool | None,
         canary: str | None,
+        shadows: tuple[str, ...],
+        shadow_sample: float | None,
+        no_shadow: bool,
         **options: Any,
     ) -> Any:
         names = (*THROUGHPUT, "scale_to_zero_enabled", "sticky")
@@ -48,6 +51,10 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
             changes["follow_alias"] = follow_alias
         if canary is not None:
             changes["canary"] = settings_of("--canary", canary)
+        if shadows and no_shadow:
+            raise click.UsageError("--shadow or --no-shadow, not both")
+        changes["shadows"] = [entity_of(given) | {"shadow": {}} for given in shadows]
+        changes["shadow_sample"], changes["no_shadow"] = shadow_sample, no_shadow
         changes["engine_settings"], changes["defaults"] = engine_overrides(config), request_fields(defaults)
         return command(*arguments, changes=changes, **options)
 
@@ -89,6 +96,19 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 help="Judge a new version by a share of the traffic first: "
                 '\'{"traffic_percentage": 5, "duration_s": 900}\'.',
             ),
+            click.option(
+                "--shadow",
+                "shadows",
+                multiple=True,
+                metavar="MODEL[=NAME]",
+                help="Model that gets copies of requests, and whose answers are dropped; repeatable.",
+            ),
+            click.option(
+                "--shadow-sample",
+                type=click.FloatRange(0, 1, min_open=True),
+                help="Share of the requests that are copied (default: all).",
+            ),
+            click.option("--no-shadow", is_flag=True, help="Copy no requests any more."),
         )
     ):
         with_changes = option(with_changes)
@@ -148,25 +168,45 @@ def new_config(changes: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a new endpoint. Raises ``UsageError``."""
     if not changes["models"]:
         raise click.UsageError("name a model with -m")
-    return _config([_changed_entity(entity, changes) for entity in changes["models"]], {}, changes)
+    answering = [_changed_entity(entity, changes) for entity in changes["models"]]
+    return _config([*answering, *_shadows([], changes)], {}, changes)
 
 
 def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return ``config``, as the API shows it, with ``changes``.
 
-    Models take the place of all that are served. The settings of an entity stay if its name does, or if one takes the
-    place of one. A canary that runs is left out: an update ends it. Raises ``UsageError``.
+    Models take the place of all that are served, and shadows that of all shadows. The settings of an entity stay if its
+    name does, or if one takes the place of one. A canary that runs is left out: an update ends it. Raises
+    ``UsageError``.
     """
     config = _without_canary(config)
-    present = [{key: one[key] for key in ENTITY_FIELDS if key in one} for one in config["served_entities"]]
+    every = [{key: one[key] for key in ENTITY_FIELDS if key in one} for one in config["served_entities"]]
+    present = [one for one in every if "shadow" not in one]
     entities = present
     if changes["models"]:
         entities = [_settings_for(entity, present, len(changes["models"])) | entity for entity in changes["models"]]
     entities = [_changed_entity(entity, changes) for entity in entities]
     names = [entity.get("name") for entity in entities]
     kept = {} if changes["models"] and names != [one["name"] for one in present] else _traffic(config)
+    entities += _shadows([one for one in every if "shadow" in one], changes)
+    served = {entity.get("name") for entity in entities}
+    kept = {name: share for name, share in kept.items() if name in served}
     more = {name: config[name] for name in config if name not in SHOWN_ONLY and name not in changes}
     return more | _config(entities, kept, changes, sticky=config["traffic_config"].get("sticky", False))
+
+
+def _shadows(present: list[dict[str, Any]], changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the entities that get copies of requests. Raises ``UsageError``."""
+    given, sample = changes.get("shadows", []), changes.get("shadow_sample")
+    if given:
+        found = [_settings_for(entity, present, len(given)) | entity for entity in given]
+    else:
+        found = [] if changes.get("no_shadow") else present
+    if sample is not None:
+        if not found:
+            raise click.UsageError("--shadow-sample goes with a --shadow")
+        found = [entity | {"shadow": entity["shadow"] | {"sample": sample}} for entity in found]
+    return [_changed_entity(entity, changes, pays=False) for entity in found]
 
 
 SHOWN_ONLY = ("served_entities", "served_models", "traffic_config", "config_version", "start_time")
@@ -194,9 +234,9 @@ def _settings_for(entity: dict[str, Any], present: list[dict[str, Any]], count: 
     return {} if not same else {key: value for key, value in same[0].items() if key not in names}
 
 
-def _changed_entity(entity: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _changed_entity(entity: dict[str, Any], changes: dict[str, Any], *, pays: bool = True) -> dict[str, Any]:
     names = (*THROUGHPUT, "scale_to_zero_enabled", "follow_alias", "canary")
-    given = {name: changes[name] for name in names if name in changes}
+    given = {name: changes[name] for name in names if name in changes and pays}
     merged = {name: entity.get(name, {}) | changes[name] for name in ("engine_settings", "defaults") if changes[name]}
     return entity | given | merged
 
@@ -209,7 +249,7 @@ def _config(
     entities: list[dict[str, Any]], kept: dict[str, int], changes: dict[str, Any], *, sticky: bool = False
 ) -> dict[str, Any]:
     split = changes["split"] or kept
-    if len(entities) > 1 and not split:
+    if sum("shadow" not in entity for entity in entities) > 1 and not split:
         raise click.UsageError("several models need a share each: --split NAME=PERCENT,NAME=PERCENT")
     traffic: dict[str, Any] = {}
     if split:

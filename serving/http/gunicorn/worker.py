@@ -34,6 +34,7 @@ from .write_backpressure import BackpressureSocket
 
 if TYPE_CHECKING:  # the arbiter imports this module too, and must load neither tokenizers nor torch
     from ...batches.runner import BatchRunner
+    from ...frontend.shadow_runner import ShadowRunner
     from ...frontend.worker_state import WorkerState
     from .accepting import Acceptor
 
@@ -171,6 +172,7 @@ class DrainingWorker(GeventWorker):
         acceptors = [self._listen(sock, probes=number > 0) for number, sock in enumerate(self.sockets)]
         self.slot.open()
         runner = self._run_batches()
+        shadows = self._run_shadows()
         with self._arbiters_end():
             while self.alive:
                 if os.getppid() != self.ppid:
@@ -182,6 +184,7 @@ class DrainingWorker(GeventWorker):
                 self._called.wait(HEARTBEAT_SECONDS)
         if runner is not None:
             runner.stop()
+        shadows.stop(LAST_SECONDS)
         self._drain()
         if runner is not None:
             runner.join(LAST_SECONDS)
@@ -207,6 +210,14 @@ class DrainingWorker(GeventWorker):
         from ...batches.runner import BatchRunner
 
         runner = BatchRunner(self.server, self.server.ledger)
+        runner.start()
+        return runner
+
+    def _run_shadows(self) -> ShadowRunner:
+        """Start to run copies of requests for endpoints with shadows."""
+        from ...frontend.shadow_runner import ShadowRunner
+
+        runner = ShadowRunner(self.server, self.server.shadows)
         runner.start()
         return runner
 

@@ -25,6 +25,8 @@ END_USER_KINDS: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "budg
 """The kinds of limits on end users. Folded days have no end users, so a budget without an end could not be counted."""
 MAX_VALUE = 2**53
 MAX_OWNER = 128  # characters of the name of a key, tenant or endpoint whose end users have limits: of windows' subjects
+SHADOW = "shadow"
+"""The mode of rows of the ledger for copies of requests (shadow traffic), which use up no limit."""
 
 Subject: TypeAlias = tuple[str, str]
 """(scope, subject) of a window. Scope "user" is one key at one endpoint: its limit is set on the endpoint and holds for
@@ -286,7 +288,12 @@ def standing(
 
 
 def subjects_of(row: Mapping[str, str]) -> tuple[Subject, ...]:
-    """Return the windows in which a request of this key, tenant and endpoint counts, in the order of locking."""
+    """Return the windows in which a request of this key, tenant and endpoint counts, in the order of locking.
+
+    A copy of a request counts in none.
+    """
+    if row.get("mode") == SHADOW:
+        return ()
     return (
         ("endpoint", row["endpoint"]),
         ("key", row["key_id"]),
@@ -341,7 +348,11 @@ def rebuilt(connection: sa.Connection, subject: Subject) -> WindowState:
         sa.func.sum(sa.case((ledger.c.status == "open", 1), else_=0)),
         sa.func.sum(sa.case((ledger.c.status == "open", ledger.c.reserved_cost), else_=ledger.c.cost)),
     )
-    query = query.where(_rows_of(ledger, subject)).group_by(ledger.c.charged_at).order_by(ledger.c.charged_at)
+    query = (
+        query.where(_rows_of(ledger, subject), ledger.c.mode != SHADOW)
+        .group_by(ledger.c.charged_at)
+        .order_by(ledger.c.charged_at)
+    )
     for at, prompt, completion, queries, in_flight, spent in connection.execute(query):
         windows.charge(
             state,

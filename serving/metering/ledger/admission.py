@@ -18,6 +18,7 @@ from ..accounts import windows
 from ..accounts.authorization import ANONYMOUS
 from ..accounts.limits import (
     END_USER_SCOPES,
+    SHADOW,
     Limit,
     LimitStatus,
     Subject,
@@ -166,6 +167,9 @@ def _read(
 
 
 def _limited(reservation: Reservation) -> tuple[Subject, ...]:
+    """Return the subjects of the limits that apply: none for a copy of a request."""
+    if reservation.mode == SHADOW:
+        return ()
     return limited_by(reservation.endpoint, reservation.key_id, reservation.tenant, reservation.limited_user)
 
 

@@ -401,6 +401,8 @@ payloads = sa.Table(  # texts of requests, of endpoints that log them
     sa.Column("request", sa.Text),
     sa.Column("response", sa.Text),
     sa.Column("codes", sa.String(256), nullable=False),  # why a text is missing, separated by spaces
+    sa.Column("model_version", sa.String(512)),
+    sa.Column("shadow", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("size", sa.BigInteger, nullable=False),
     sa.Column("expires_ms", sa.BigInteger, nullable=False),
     sa.Index("payloads_by_endpoint", "endpoint", "number", "size"),

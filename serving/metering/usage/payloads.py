@@ -27,7 +27,8 @@ READ_ROWS = 50  # read at once: a row has up to two texts of ``MAX_TEXT`` bytes
 
 class Payload(Struct, frozen=True, kw_only=True):
     """A logged request. A text is None if there is none, or if ``codes`` says why it was left out. ``sample`` is the
-    share of the requests that was logged then."""
+    share of the requests that was logged then. ``shadow`` is the answer of a shadow to a copy of the request, under its
+    id and without its text. ``model_version`` is that of the registry, such as assistant/3, if it has one."""
 
     request_id: str
     endpoint: str
@@ -40,6 +41,8 @@ class Payload(Struct, frozen=True, kw_only=True):
     started_ms: int
     duration_ms: int
     sample: float
+    model_version: str | None = None
+    shadow: bool = False
     request: str | None
     response: str | None
     codes: tuple[str, ...] = ()
@@ -174,6 +177,8 @@ def write_parquet(rows: Iterator[Payload], target: str | IO[bytes]) -> int:
             ("served_entity_id", pa.string()),
             ("logging_error_codes", pa.list_(pa.string())),
             ("requester", pa.string()),
+            ("model_version", pa.string()),
+            ("shadow", pa.bool_()),
         ]
     )
     total = 0
@@ -192,6 +197,8 @@ def write_parquet(rows: Iterator[Payload], target: str | IO[bytes]) -> int:
                 "served_entity_id": [row.entity for row in batch],
                 "logging_error_codes": [list(row.codes) for row in batch],
                 "requester": [row.key_id for row in batch],
+                "model_version": [row.model_version for row in batch],
+                "shadow": [row.shadow for row in batch],
             }
             writer.write_table(pa.table(columns, schema=schema))
             total += len(batch)

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Store
-from mlflow_llm.serving.observability.metrics import PAYLOADS_DROPPED
+from mlflow_llm.serving.observability.metrics import PAYLOADS_DROPPED, SHADOWS_DROPPED
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
 PANELS = DASHBOARD["panels"]
@@ -45,6 +45,7 @@ def shown(make: Callable[..., WorkerState], tmp_path_factory: pytest.TempPathFac
     next(answer.iter_encoded())
     answer.close()  # a disconnect
     PAYLOADS_DROPPED.labels("assistant").inc(0)  # a counter is exposed from its first request on
+    SHADOWS_DROPPED.labels("assistant", "candidate").inc(0)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:

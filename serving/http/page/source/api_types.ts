@@ -501,6 +501,8 @@ export interface PayloadInfo {
   started_ms: number;
   duration_ms: number;
   sample: number;
+  model_version: string | null;
+  shadow: boolean;
   request: string | null;
   response: string | null;
   codes: ("MAX_REQUEST_SIZE_EXCEEDED" | "MAX_RESPONSE_SIZE_EXCEEDED" | "REQUEST_NOT_JSON" | "REDACTION_FAILED")[];
@@ -669,6 +671,7 @@ export interface ServedEntityInfo {
   follow_alias?: boolean;
   canary?: Canary;
   canary_of?: string;
+  shadow?: Shadow;
   resolved_name?: string;
   resolved_version?: string;
   content_hash?: string;
@@ -693,6 +696,13 @@ export interface ServedModelName {
 export interface ServerHealth {
   status: "OK" | "UNHEALTHY";
   endpoints?: Record<string, EndpointHealth>;
+}
+
+/** The settings of a served entity that gets copies of requests, and no traffic. Attributes: sample: share of the endpoint's admitted requests that are copied, above 0 and up to 1. max_queued: copies that wait in each worker; further ones are dropped, and counted. max_concurrent: copies that run at once for each worker. */
+export interface Shadow {
+  sample: number;
+  max_queued: number;
+  max_concurrent: number;
 }
 
 export interface TagInfo {

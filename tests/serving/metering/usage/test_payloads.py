@@ -112,7 +112,7 @@ def test_parquet_is_a_dataset_of_mlflow(payloads: Payloads, tmp_path: Path) -> N
     assert list(frame.columns) == [
         "request_date", "databricks_request_id", "client_request_id", "request_time", "status_code",
         "sampling_fraction", "execution_duration_ms", "request", "response", "served_entity_id",
-        "logging_error_codes", "requester",
+        "logging_error_codes", "requester", "model_version", "shadow",
     ]  # fmt: skip
     last = frame.iloc[1]
     assert (last["databricks_request_id"], last["client_request_id"], last["requester"]) == ("r1", "c1", "key_1")
@@ -120,7 +120,7 @@ def test_parquet_is_a_dataset_of_mlflow(payloads: Payloads, tmp_path: Path) -> N
     assert list(last["logging_error_codes"]) == ["REQUEST_NOT_JSON"]
     assert frame["sampling_fraction"].tolist() == [0.5, 1.0]
     dataset = mlflow.data.from_pandas(frame, name="payloads")
-    assert (dataset.name, dataset.profile) == ("payloads", {"num_rows": 2, "num_elements": 24})
+    assert (dataset.name, dataset.profile) == ("payloads", {"num_rows": 2, "num_elements": 28})
 
 
 @pytest.mark.parametrize(
