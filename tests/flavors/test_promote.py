@@ -184,7 +184,7 @@ def test_a_dataset_of_mlflow(promote: Promote) -> None:
 REFUSED: list[tuple[tuple[str, ...], int, str]] = [
     ((), 2, "--if-better needs a --scorer"),
     (("--scorer", "house_scorers:length"), 2, "--if-better needs --margin"),
-    (("--scorer", "house_scorers:length", "--margin", "0.1"), 2, "--if-better needs --data"),
+    (("--scorer", "house_scorers:length", "--margin", "0.1"), 2, "--if-better needs --endpoint or --data"),
     (("--scorer", "house_scorers:length", "--margin", "0"), 2, "--margin"),
     (("--scorer", "house_scorers:gone", "--margin", "1"), 2, "the module house_scorers has no 'gone'"),
     (("--scorer", "nowhere:x", "--margin", "1"), 2, "nowhere cannot be imported"),
@@ -203,7 +203,7 @@ REFUSED: list[tuple[tuple[str, ...], int, str]] = [
 @pytest.mark.parametrize(("more", "status", "said"), REFUSED)
 def test_what_is_refused(promote: Promote, more: tuple[str, ...], status: int, said: str) -> None:
     """Options that are missing or wrong are refused by name before a model is loaded."""
-    data = () if "--data" in more or "needs --data" in said else ("--data", "data.jsonl")
+    data = () if "--data" in more or "or --data" in said else ("--data", "data.jsonl")
     done = promote("2", *more, *data)
     assert done.exit_code == status, done.output
     assert said in done.stderr

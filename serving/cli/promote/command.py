@@ -10,26 +10,20 @@ from typing import Any
 
 import click
 
-from ..http import url_options
+from ..http import Client, url_options
 from ..model_options import engine_overrides
 from .comparison import DEFAULT_CONFIDENCE, decide
 from .data import examples_of, predicted
 from .evaluation import compared, evaluation_run, log_decision, log_evaluation, score, scored
+from .logged import logged_pairs
 from .pairs import Pair
 from .scorers import scorer_of
 from .versions import Move, check_version, move, move_of, uri_of
 
 NOT_BETTER = 3  # the exit status
 OF_AN_EVALUATION = (
-    "data",
-    "scorers",
-    "judge",
-    "margin",
-    "confidence",
-    "min_requests",
-    "against",
-    "experiment",
-    "config",
+    *("endpoint", "data", "scorers", "judge", "margin", "confidence"),
+    *("min_requests", "against", "experiment", "config"),
 )
 
 
@@ -37,6 +31,9 @@ OF_AN_EVALUATION = (
 @click.argument("version", metavar="models:/NAME/VERSION")
 @click.option("--alias", required=True, help="Alias of the registered model that is moved to VERSION.")
 @click.option("--if-better", is_flag=True, help="Evaluate VERSION, and move the alias only if it is better.")
+@click.option(
+    "--endpoint", metavar="NAME", help="Endpoint in whose payload log both have answered, VERSION as a shadow."
+)
 @click.option(
     "--data", metavar="FILE|DATASET", help="Requests that both versions answer: JSONL, or a dataset of MLflow."
 )
@@ -81,6 +78,7 @@ def promote(
     version: str,
     alias: str,
     if_better: bool,
+    endpoint: str | None,
     data: str | None,
     scorers: tuple[str, ...],
     judge: str | None,
@@ -97,9 +95,10 @@ def promote(
 ) -> None:
     """Move an alias of a registered model to another version.
 
-    With --if-better, VERSION is first compared with the version that the alias names: both answer the same requests,
-    scorers of MLflow score the answers, and the alias moves only if the mean score is higher by --margin. The
-    evaluation is a run of MLflow. A version that fails at requests that the other one answers is not better.
+    With --if-better, VERSION is first compared with the version that the alias names: by their answers to the same
+    requests, which the payload log of --endpoint has, or which both give now to --data. Scorers of MLflow score them,
+    and the alias moves only if the mean score is higher by --margin. The evaluation is a run of MLflow. A version that
+    fails at requests that the other one answers is not better.
 
     Exit status: 0 if the alias names VERSION, or would with --dry-run; 3 if VERSION is not better; 1 if that could not
     be found out.
@@ -113,8 +112,10 @@ def promote(
         raise click.UsageError("--if-better needs a --scorer, by which the versions are compared")
     if margin is None:
         raise click.UsageError("--if-better needs --margin: how much higher the score has to be")
-    if data is None:
-        raise click.UsageError("--if-better needs --data: the requests that both versions answer")
+    if (data is None) == (endpoint is None):
+        raise click.UsageError("--if-better needs --endpoint or --data, and one of them: where the requests are")
+    if config and data is None:
+        raise click.UsageError("-C goes with --data; answers of a payload log have been given")
     logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells which model is active, and what it traces
     settings = engine_overrides(config, here=True)
     loaded = [scorer_of(name, judge) for name in scorers]
@@ -126,7 +127,13 @@ def promote(
         return
     other = _compared_with(planned, against)
     use_judge(judge, url)
-    pairs = predicted(examples_of(data), uri_of(planned.name, other), uri_of(planned.name, planned.candidate), settings)
+    if data is not None:
+        uris = (uri_of(planned.name, other), uri_of(planned.name, planned.candidate))
+        pairs = predicted(examples_of(data), *uris, settings)
+    else:
+        assert endpoint is not None
+        versions = (f"{planned.name}/{other}", f"{planned.name}/{planned.candidate}")
+        pairs = logged_pairs(Client(url, key), endpoint, *versions)
     parameters = {
         "candidate": uri_of(planned.name, planned.candidate),
         "current": uri_of(planned.name, other),
@@ -136,7 +143,7 @@ def promote(
         "min_requests": min_requests,
         "scorers": ", ".join(scorers),
         "judge": judge,
-        "source": f"data {data}",
+        "source": f"endpoint {endpoint}" if data is None else f"data {data}",
     }
     with evaluation_run(experiment, f"promote {planned.name}/{planned.candidate} to {alias}") as run:
         found = evaluate(planned, pairs, loaded, parameters, dry_run=dry_run)
