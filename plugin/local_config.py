@@ -57,6 +57,8 @@ OPTION_KEYS = (
     "max_clock_skew",
     "trace_sample",
     "trace_experiment",
+    "webhook_urls",
+    "webhook_secret_file",
     "jwt_jwks",
     "jwt_issuer",
     "jwt_audience",
@@ -74,7 +76,7 @@ OPTION_KEYS = (
 )
 FLAG_KEYS = ("require_keys", "trace_content", "page")
 SERVER_KEYS = (*OPTION_KEYS, *FLAG_KEYS)
-FILE_KEYS = ("tls_cert", "tls_key", "tls_client_ca", "probe_tls_client_ca", "jwt_jwks")
+FILE_KEYS = ("tls_cert", "tls_key", "tls_client_ca", "probe_tls_client_ca", "jwt_jwks", "webhook_secret_file")
 LIST_KEYS = ("allowed_host", "cors_origin", "model_alias")  # repeatable options
 OF_DIALECTS = "it is for `mlflow-llm serve`, or stands beside `served_entities` through the management API"
 ELSEWHERE = "endpoints with engines on other hosts are for `mlflow-llm serve`"

@@ -28,6 +28,7 @@ from ..interface.errors import PackagingError, ServingError
 from ..metering.accounts.keys import Keys
 from ..metering.ledger.store_clock import StoreClock
 from ..metering.store.checks import NoStore
+from ..metering.store.outbox import EventOutbox
 from ..metering.store.store import Store
 from ..supervision.supervisor import Supervisor
 from ..supervision.warm_up import generate_one
@@ -43,6 +44,7 @@ from .reconciler import TICK_SECONDS, Reconciler
 from .resolver_pool import ResolverPool
 from .settings import gateway_name, ledger_dir
 from .spec import ServeSpec, store_url
+from .webhooks import WebhookSender, read_secret
 
 logger = logging.getLogger(__name__)
 SPEC = "spec.json"
@@ -72,14 +74,16 @@ def main(argv: list[str]) -> int:
             StoreClock(store, spec.settings.max_clock_skew).check()
         if spec.settings.database is not None and not spec.settings.asks_who:
             _warn_of_keys(Keys(store))
-    except (NoStore, ServingError) as error:
+        secret = read_secret(spec.settings)
+    except (NoStore, PackagingError, ServingError) as error:
         say("failed", message=str(error))
         return 1
     plan_directory = PlanDirectory(directory)
     supervisor = Supervisor(
         state_dir=spec.runtime_dir, probe=generate_one, changed=changed.set, in_use=plan_directory.in_use
     )
-    endpoints = EndpointStore(store, locate=_locate_nothing)
+    outbox = EventOutbox(store, spec.settings.webhooks)
+    endpoints = EndpointStore(store, locate=_locate_nothing, outbox=outbox)
     resolver_pool = ResolverPool(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
     found = functools.partial(with_files, find=resolver_pool)
     autoscaler = Autoscaler.of(spec.settings, store)
@@ -102,6 +106,7 @@ def main(argv: list[str]) -> int:
         memory=memory,
         fleet=fleet,
         follower=follower,
+        webhooks=None if secret is None else WebhookSender(outbox, secret),
         canary_counts=CanaryCounts(Path(os.environ[METRICS]) if METRICS in os.environ else None),
         say=say,
         over=over,

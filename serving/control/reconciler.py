@@ -35,6 +35,7 @@ from .following.counts import CanaryCounts
 from .following.follower import AliasFollower
 from .plan import EngineRecords, Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
 from .rollout import Rollout
+from .webhooks import WebhookSender
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Reconciler:
         fleet: Fleet | None = None,
         follower: AliasFollower | None = None,
         canary_counts: CanaryCounts | None = None,
+        webhooks: WebhookSender | None = None,
         say: Say = lambda stage, **fields: None,
         over: threading.Event | None = None,
     ) -> None:
@@ -76,6 +78,7 @@ class Reconciler:
         self._find, self._say = find, say
         self._memory = memory or EngineMemory()
         self._fleet = fleet or Fleet(endpoints, name="this server")
+        self._webhooks = webhooks
         self._follower, self._canary_counts = follower, canary_counts or CanaryCounts(None)
         self._engines = EngineRecords()
         self._over = over or threading.Event()
@@ -169,6 +172,8 @@ class Reconciler:
             executor.shutdown(wait=False, cancel_futures=True)
         if self._follower is not None:
             self._follower.close()
+        if self._webhooks is not None:
+            self._webhooks.close()
 
     def tick(self) -> None:
         """Compare and act once. Steps that fail, for example because the store does not answer, are retried next
@@ -186,6 +191,8 @@ class Reconciler:
             self._fleet.tick(states.values(), self._reports(states, loaded), serving=self._serving)
             if self._follower is not None:
                 self._follower.tick(states.values(), self._fleet.fence)
+            if self._webhooks is not None:
+                self._webhooks.tick(self._fleet.fence)
         except (ServingError, OSError) as error:
             logger.warning("the endpoints: %s", error)
         self._clean()

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from ..interface.errors import InvalidField, PackagingError
+from ..interface.errors import InvalidField, PackagingError, without_password
 from ..interface.settings import NAME, Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
 from ..system.files import STATE_VARIABLE, xdg_dir
 from ..tasks.reply_size import MAX_REPLY_BYTES
@@ -21,6 +21,7 @@ from .listen_settings import ListenSettings, is_loopback
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
 HEADER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$"
 MODELS = "models:/"
+MAX_URL = 1024  # characters of a webhook's URL
 Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name of a claim")]
 NAME_PATTERN = rf"^({NAME.pattern})$"
 Alias = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -79,6 +80,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         max_open_batch_rows: requests of batches that have not ended, of one tenant; more batches get a 429.
         max_file_storage: bytes of files that one tenant may have; more get a 429.
         state_dir: directory for what the ledger has not written to the database yet. None is the user's own.
+        webhook_urls: URLs that are told of rollouts, separated by commas. Empty tells nobody.
+        webhook_secret_file: file, readable by its owner only, with the secret that signs what they are sent.
         page: serve the page under ``/``.
         log_level: the least severe level that is logged.
         log_file: file to which the log is appended as JSON, besides standard error.
@@ -132,6 +135,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     max_open_batch_rows: Count = 200_000
     max_file_storage: Bytes = 2**30
     state_dir: str | None = None
+    webhook_urls: str = ""
+    webhook_secret_file: str | None = None
     page: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_file: str | None = None
@@ -153,6 +158,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_tokens()
+        self._check_webhooks()
         for place in self.adapter_places:
             if not place.startswith(("/", MODELS)) or place.rstrip("/") in ("", "models:"):
                 raise InvalidField("adapter_sources", place, "a directory's absolute path, not /, or models:/name")
@@ -163,6 +169,32 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     def adapter_places(self) -> tuple[str, ...]:
         """The entries of ``adapter_sources``."""
         return tuple(place.strip() for place in self.adapter_sources.split(",") if place.strip())
+
+    @property
+    def webhooks(self) -> tuple[str, ...]:
+        """The entries of ``webhook_urls``, each once."""
+        return tuple(dict.fromkeys(url.strip() for url in self.webhook_urls.split(",") if url.strip()))
+
+    def _check_webhooks(self) -> None:
+        for url in self.webhooks:
+            try:
+                place = urlsplit(url)
+                well = place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+            except ValueError:  # a port that is no number
+                well = False
+            if (
+                not well
+                or place.username is not None
+                or len(url) > MAX_URL
+                or not url.isascii()
+                or not url.isprintable()
+            ):
+                allowed = f"http and https URLs of at most {MAX_URL} characters, without a user"
+                raise InvalidField("webhook_urls", without_password(url), allowed)
+        if self.webhooks and not self.webhook_secret_file:
+            raise InvalidField("webhook_secret_file", None, "a file with the secret that signs events for webhook_urls")
+        if self.webhook_secret_file and not self.webhooks:
+            raise InvalidField("webhook_secret_file", self.webhook_secret_file, "none without webhook_urls")
 
     def _check_tokens(self) -> None:
         if self.jwt_jwks is None:

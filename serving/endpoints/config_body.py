@@ -292,7 +292,7 @@ def _without_canaries(
     originals = {item.get("name"): item["canary_of"] for item in listed if item.get("canary_of") is not None}
     shares: dict[str, int] = {}
     for route in routes:
-        given = next((route[key] for key in _ENTITY_NAMES if key in route), None)
+        given = next((route[key] for key in _ENTITY_NAMES if key in route), "")
         name = originals.get(given, given)
         shares[name] = shares.get(name, 0) + route["traffic_percentage"]
     merged = tuple({"served_model_name": name, "traffic_percentage": share} for name, share in shares.items())

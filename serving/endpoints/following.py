@@ -18,9 +18,11 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from ..metering.accounts.audit import Actor, record
+from ..metering.store.outbox import EventOutbox
 from ..metering.store.store import Store
 from ..metering.store.tables import endpoint_configs, endpoints, followed_aliases
 from .config import EndpointConfig, config_to_wire, is_same
+from .events import tell
 from .gateways import Fence, check_fence
 from .rows import (
     MAX_MESSAGE,
@@ -61,8 +63,14 @@ class Step(Struct, frozen=True, kw_only=True):
 class Following:
     """The followed aliases of a store. Methods raise ``NotFound`` for an unknown endpoint, and ``NotLeader``."""
 
-    def __init__(self, store: Store, clock: Callable[[], float], changed: Callable[[], None] = lambda: None) -> None:
-        self._store, self._clock, self._changed = store, clock, changed
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float],
+        changed: Callable[[], None] = lambda: None,
+        outbox: EventOutbox | None = None,
+    ) -> None:
+        self._store, self._clock, self._changed, self._outbox = store, clock, changed, outbox
 
     def seen(self) -> dict[tuple[str, str], str]:
         """Return the URI of the version that each alias meant when it was last acted upon, by endpoint and entity."""
@@ -88,6 +96,8 @@ class Following:
             self._remember(connection, step)
             if step.ended is not None:
                 set_outcome(connection, step.endpoint, step.version, step.ended, step.reason)
+            if step.ended == "rolled_back":
+                tell(self._outbox, connection, "rollout.rolled_back", step.endpoint, step.version)
             if step.config is not None:
                 self._set(connection, row, step, step.config)
             return True
@@ -110,12 +120,15 @@ class Following:
             options = {"outcome": "rolled_back", "message": step.message, "by_operator": owned}
             add_config(connection, name, version, config, now_ms, ACTOR, **options)  # type: ignore[arg-type]
             change_endpoint(connection, name, now_ms, last_version=version)
+            tell(self._outbox, connection, "rollout.rolled_back", name, version)
             return
         rows = [one for one in config_rows(connection, name) if one.outcome == "active" and one.version < step.version]
         equal = (one.version for one in rows if is_same(decode_config(one.config), config))
         restores = next(equal, None) if step.ended == "rolled_back" else None
         before = config_to_wire(stored_config(connection, name, step.version)[0])
-        begin_update(connection, row, config, now_ms, ACTOR, restores, by_operator=owned, message=step.message)
+        options = {"by_operator": owned, "message": step.message}
+        version = begin_update(connection, row, config, now_ms, ACTOR, restores, **options)  # type: ignore[arg-type]
+        tell(self._outbox, connection, "rollout.started", name, version)
         record(connection, ACTOR, "endpoint.update_config", name, before=before, after=config_to_wire(config))
 
     def fail(self, name: str, version: int, message: str, *, fence: Fence | None = None) -> None:

@@ -26,6 +26,7 @@ from msgspec import Struct
 from ..interface.errors import AlreadyExists, Conflict, InvalidField, NotFound
 from ..metering.accounts.audit import Actor, record
 from ..metering.accounts.authorization import ANONYMOUS, Caller
+from ..metering.store.outbox import EventOutbox
 from ..metering.store.store import Store
 from ..metering.store.tables import endpoints
 from .adapters import EndpointAdapters
@@ -39,6 +40,7 @@ from .config import (
     without_canary,
 )
 from .config_body import as_written, config_body
+from .events import tell
 from .following import Following
 from .gateways import Fence, Gateway, Gateways, check_fence, gateways_in
 from .history import config_version, version_to_restore
@@ -85,7 +87,7 @@ class EndpointStore:
 
     ``locate(entities)`` finds the models of served entities and raises ``NotFound``, ``InvalidField``. It may take
     seconds and is called outside transactions. ``changed()`` is called after a change of what is served. Methods that
-    take a ``name`` raise ``NotFound`` if it is unknown.
+    take a ``name`` raise ``NotFound`` if it is unknown. ``outbox`` takes the events of rollouts, for webhooks.
     """
 
     def __init__(
@@ -95,14 +97,15 @@ class EndpointStore:
         locate: Callable[[tuple[EntityConfig, ...]], tuple[ModelSource, ...]],
         clock: Callable[[], float] = time.time,
         changed: Callable[[], None] = lambda: None,
+        outbox: EventOutbox | None = None,
     ) -> None:
-        self._store = store
+        self._store, self._outbox = store, outbox
         self._locate = locate
         self._clock = clock
         self._changed = changed
         self.adapters = EndpointAdapters(store, clock, changed)
         self.gateways = Gateways(store)
-        self.following = Following(store, clock, changed)
+        self.following = Following(store, clock, changed, outbox)
 
     def create(self, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """Create an endpoint (``POST /api/2.0/serving-endpoints``). Raises ``AlreadyExists``, ``InvalidField``."""
@@ -118,6 +121,7 @@ class EndpointStore:
             set_rates(connection, name, given.get("rate_limits", {}))
             after = self._audited(connection, find_row(connection, name))
             record(connection, by, "endpoint.create", name, after=after)
+            tell(self._outbox, connection, "rollout.started", name, 1)
 
         self._store.write(work)
         self._changed()
@@ -187,6 +191,7 @@ class EndpointStore:
         before = self._audited(connection, row).get("config")
         version = begin_update(connection, row, config, self._now_ms(), by, restores, by_operator=by_operator)
         record(connection, by, "endpoint.update_config", row.name, before=before, after=config_to_wire(config))
+        tell(self._outbox, connection, "rollout.started", row.name, version)
         return version
 
     def history(self, name: str) -> dict[str, Any]:
@@ -234,6 +239,7 @@ class EndpointStore:
                 change_endpoint(connection, name, None, declared=encode_config(config))
                 after = self._audited(connection, find_row(connection, name))
                 record(connection, by, "endpoint.create", name, after=after)
+                tell(self._outbox, connection, "rollout.started", name, 1)
                 return 1
             if row.declared is None or not is_same(decode_config(row.declared), config):
                 change_endpoint(connection, name, None, declared=encode_config(config))
@@ -348,6 +354,7 @@ class EndpointStore:
             now = {"active_version": version, "pending_version": None, "tasks": " ".join(tasks), "message": ""}
             change_endpoint(connection, name, self._now_ms(), ready="READY", config_update="NOT_UPDATING", **now)
             set_outcome(connection, name, version, "active", served_ms=self._now_ms())
+            tell(self._outbox, connection, "rollout.finished", name, version)
             return True
 
         return self._store.write(work)
@@ -366,6 +373,7 @@ class EndpointStore:
             values = {"config_update": "UPDATE_FAILED", "message": message[:MAX_MESSAGE], "pending_version": None}
             change_endpoint(connection, name, self._now_ms(), **values)
             set_outcome(connection, name, version, "failed", message)
+            tell(self._outbox, connection, "rollout.failed", name, version)
             return True
 
         return self._store.write(work)

@@ -18,6 +18,7 @@ from ..control.resolver_pool import ResolverPool
 from ..control.settings import ServerSettings, ledger_dir
 from ..control.spec import ServeSpec, store_url
 from ..endpoints.store import EndpointStore
+from ..metering.store.outbox import EventOutbox
 from ..observability.engine_counters import CounterDirectory
 from ..observability.metrics import COUNT_VIOLATIONS, STORE_OUTAGES
 from ..observability.metrics import DIRECTORY as METRICS
@@ -75,7 +76,12 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
         tokens=_tokens(settings),
         ledger=ledger,
         tracer=_tracer(settings, directory),
-        endpoint_store=EndpointStore(store, locate=located, changed=plan_directory.note_change),
+        endpoint_store=EndpointStore(
+            store,
+            locate=located,
+            changed=plan_directory.note_change,
+            outbox=EventOutbox(store, settings.webhooks),
+        ),
         follower=follower,
         runtime_dir=spec.runtime_dir,
         find_models=find,

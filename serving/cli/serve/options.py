@@ -219,6 +219,16 @@ _OPTIONS = (
         help="Directories and models:/ names from which adapters may be loaded over HTTP, separated by commas.",
     ),
     option(
+        "--webhook-urls",
+        default=DEFAULTS.webhook_urls,
+        help="URLs that are told of rollouts, separated by commas; with --webhook-secret-file.",
+    ),
+    option(
+        "--webhook-secret-file",
+        type=click.Path(),
+        help="File, mode 0600, with the secret that signs what webhooks are sent.",
+    ),
+    option(
         "--default-max-tokens",
         type=click.IntRange(1),
         help="max_tokens of requests without it, which rate limits then reserve (default: the rest of the context).",

@@ -286,6 +286,19 @@ endpoint_configs = sa.Table(
     sa.Column("served_ms", sa.BigInteger),  # when it became the active one
 )
 
+webhook_deliveries = sa.Table(  # events on their way to webhooks; a delivery that was made has no row
+    "webhook_deliveries",
+    metadata,
+    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("url", sa.String(1024), primary_key=True),
+    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    sa.Column("type", sa.String(32), nullable=False),
+    sa.Column("body", sa.Text, nullable=False),
+    sa.Column("attempts", sa.Integer, nullable=False),
+    sa.Column("due_ms", sa.BigInteger, nullable=False),
+    sa.Index("webhook_deliveries_by_time", "due_ms"),
+)
+
 followed_aliases = sa.Table(  # the version that an alias meant when it was last looked at, and acted upon
     "followed_aliases",
     metadata,

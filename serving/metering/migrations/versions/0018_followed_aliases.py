@@ -1,4 +1,5 @@
-"""The version that a followed alias meant when it was last acted upon, and when a config became the active one."""
+"""The version that a followed alias meant when it was last acted upon, when a config became the active one, and events
+on their way to webhooks."""
 
 from __future__ import annotations
 
@@ -19,8 +20,20 @@ def upgrade() -> None:
         sa.Column("entity", sa.String(512), primary_key=True),
         sa.Column("seen", sa.Text, nullable=False),
     )
+    op.create_table(
+        "webhook_deliveries",
+        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("url", sa.String(1024), primary_key=True),
+        sa.Column("at_ms", sa.BigInteger, nullable=False),
+        sa.Column("type", sa.String(32), nullable=False),
+        sa.Column("body", sa.Text, nullable=False),
+        sa.Column("attempts", sa.Integer, nullable=False),
+        sa.Column("due_ms", sa.BigInteger, nullable=False),
+        sa.Index("webhook_deliveries_by_time", "due_ms"),
+    )
 
 
 def downgrade() -> None:
+    op.drop_table("webhook_deliveries")
     op.drop_table("followed_aliases")
     op.drop_column("endpoint_configs", "served_ms")
