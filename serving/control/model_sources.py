@@ -128,6 +128,7 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         profile=spec.profile,
         prefix_sharing=spec.prefix_sharing,
         payload_log=spec.payload_log,
+        guardrails=spec.guardrails,
         dialects=spec.dialects,
     )
 

@@ -31,6 +31,7 @@ from msgspec import Struct, field
 from ..endpoints.config import EntityConfig, Route
 from ..interface.dialect_settings import DialectSettings
 from ..interface.engine import EngineInfo, EngineRecord
+from ..interface.guardrails import Guardrails
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import PrefixSharing
 from ..system.file_locks import create_locked, is_held, try_acquire
@@ -80,6 +81,7 @@ class PlannedEndpoint(Struct, frozen=True, kw_only=True):
     profile: str | None = None
     prefix_sharing: PrefixSharing | None = None
     payload_log: PayloadLog | None = None
+    guardrails: Guardrails | None = None
     dialects: DialectSettings = DialectSettings()
 
 

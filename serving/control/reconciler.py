@@ -366,6 +366,7 @@ class Reconciler:
             profile=config.profile,
             prefix_sharing=config.prefix_sharing,
             payload_log=config.payload_log,
+            guardrails=config.guardrails,
             dialects=config.dialects,
         )
 

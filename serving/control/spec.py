@@ -13,6 +13,7 @@ from ..interface.bundle import Bundle
 from ..interface.canary import Canary
 from ..interface.dialect_settings import BATCH, DialectSettings, batched
 from ..interface.errors import InvalidField
+from ..interface.guardrails import Guardrails
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import EngineSettings, PrefixSharing, check_name
 from .settings import ServerSettings
@@ -36,6 +37,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     profile: ProfileName = "open"
     prefix_sharing: PrefixSharing | None = None
     payload_log: PayloadLog | None = None
+    guardrails: Guardrails | None = None
     dialects: DialectSettings = DialectSettings()
     created: int = 0
     defaults: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from msgspec import Struct
 from ..interface.bundle import Bundle
 from ..interface.canary import Canary
 from ..interface.dialect_settings import DialectSettings
+from ..interface.guardrails import Guardrails, shown
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import EngineSettings, PrefixSharing
 from ..interface.shadow import Shadow
@@ -105,7 +106,8 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
 
     With ``sticky``, all requests of an API key go to the served entity that the key is assigned to. ``profile`` names
     the defaults and limits of requests; ``prefix_sharing`` says who reuses whose prompt prefixes. For both, and for the
-    settings of ``dialects``, None means the server's value. Without ``payload_log``, no text is logged.
+    settings of ``dialects``, None means the server's value. Without ``payload_log``, no text is logged, and
+    without ``guardrails``, none is looked at.
     """
 
     served_entities: tuple[EntityConfig, ...]
@@ -114,6 +116,7 @@ class EndpointConfig(Struct, frozen=True, kw_only=True):
     profile: str | None = None
     prefix_sharing: PrefixSharing | None = None
     payload_log: PayloadLog | None = None
+    guardrails: Guardrails | None = None
     dialects: DialectSettings = DialectSettings()
 
     @property
@@ -237,10 +240,12 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
     traffic: dict[str, Any] = {"routes": routes} | ({"sticky": True} if config.sticky else {})
     sharing = {} if config.prefix_sharing is None else {"prefix_sharing": config.prefix_sharing}
     log = {} if config.payload_log is None else {"payload_log": msgspec.to_builtins(config.payload_log)}
+    rules = {} if config.guardrails is None else {"guardrails": shown(config.guardrails)}
     return (
         {"served_entities": entities, "served_models": models, "traffic_config": traffic}
         | sharing
         | log
+        | rules
         | config.dialects.given()
     )
 

@@ -15,6 +15,15 @@ from ..interface.canary import NUMBERED, Canary
 from ..interface.dialect_settings import NAMES as DIALECT_SETTINGS
 from ..interface.dialect_settings import DialectSettings, batched
 from ..interface.errors import InvalidField
+from ..interface.guardrails import (
+    BEHAVIORS,
+    KEYWORD,
+    KEYWORD_ALLOWED,
+    MAX_KEYWORDS,
+    NO_SAFETY,
+    PII_TYPES,
+    Guardrails,
+)
 from ..interface.payload_log import PayloadLog
 from ..interface.readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
 from ..interface.settings import GRANTED, NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
@@ -162,6 +171,39 @@ def _payload_log(value: Any, path: str) -> PayloadLog:
         return PayloadLog.read(values)
 
 
+def _no_safety(value: Any, path: str) -> bool:
+    if boolean(value, path):
+        raise InvalidField(path, value, NO_SAFETY)
+    return False
+
+
+_KEYWORD = text(KEYWORD, KEYWORD_ALLOWED)
+_PII = record(
+    behavior=Entry(
+        one_of(*BEHAVIORS), "What happens to a text with personal data", required="one of NONE, BLOCK, MASK"
+    ),
+    types=Entry(
+        list_of(one_of(*PII_TYPES), "one or more of " + ", ".join(PII_TYPES), minimum=1, maximum=len(PII_TYPES)),
+        "The kinds of personal data (all of them)",
+    ),
+)
+_RULES = record(
+    invalid_keywords=Entry(
+        list_of(_KEYWORD, f"at most {MAX_KEYWORDS} keywords", maximum=MAX_KEYWORDS), "Words that block a text"
+    ),
+    pii=Entry(_PII, "E-mail addresses, phone and card numbers, and others"),
+    safety=Entry(reader(type="boolean", const=False)(_no_safety), NO_SAFETY),
+)
+_GUARDRAILS = record(
+    input=Entry(_RULES, "Rules for what requests say"), output=Entry(_RULES, "Rules for what the model answers")
+)
+
+
+@reader(**_GUARDRAILS.schema)
+def _guardrails(value: Any, path: str) -> Guardrails:
+    return msgspec.convert(_GUARDRAILS(value, path), Guardrails)
+
+
 _COMMON = {
     **{name: _setting(name) for name in DIALECT_SETTINGS},
     "traffic_config": Entry(_TRAFFIC),
@@ -170,6 +212,7 @@ _COMMON = {
         "Whose requests reuse each other's prompt prefixes; the server's own without it",
     ),
     "payload_log": Entry(_payload_log, "Keep the texts of requests, as these settings say; null keeps none"),
+    "guardrails": Entry(_guardrails, "Block or mask texts of requests and replies; null does neither"),
     "name": Entry(string, "In an update: the endpoint's own"),
 }
 NEW_SHAPE = record(served_entities=_entities({}), **_COMMON)
@@ -229,6 +272,7 @@ def _config(listed: list[dict[str, Any]], found: dict[str, Any]) -> EndpointConf
         sticky=traffic.get("sticky", False),
         prefix_sharing=found.get("prefix_sharing"),
         payload_log=found.get("payload_log"),
+        guardrails=found.get("guardrails"),
         dialects=dialects,
     )
 

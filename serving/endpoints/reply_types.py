@@ -6,6 +6,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from ..interface.canary import Canary
 from ..interface.dialect_settings import DialectSettings
+from ..interface.guardrails import Guardrails
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import PrefixSharing
 from ..interface.shadow import Shadow
@@ -82,6 +83,7 @@ ConfigInfo = form(
         "traffic_config": TrafficInfo,
         "prefix_sharing": NotRequired[PrefixSharing],
         "payload_log": NotRequired[PayloadLog],
+        "guardrails": NotRequired[Guardrails],
         **{name: NotRequired[hint] for name, hint in fields(DialectSettings).items()},
         "config_version": int,
         "start_time": NotRequired[int],

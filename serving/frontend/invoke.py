@@ -18,8 +18,10 @@ from ..interface.reply import Piece, Reply
 from ..interface.request import RawRequest, ValidRequest
 from ..modes import Admission, Target
 from ..routing.served_endpoints import ServedEntity
+from ..tasks.input_guard import guarded
 from ..tasks.prepare import Limits, prepare
 from ..tasks.reply import generate
+from ..tasks.reply.guarded_run import check_output
 from ..tasks.reply_size import fixed_size
 from ..tasks.request_weights import adapter_of
 from . import end_users
@@ -101,6 +103,7 @@ def _accept(
         if request.background is not None:
             record.labels = request.background.labels.over(record.labels)
         pixels = held.enter_context(server.pixels.allocate(request.payer(server)))
+        raw = server.offload(len(body), guarded, raw, entity.guardrails.input)
         limits = _limits(server, entity, request, pixels.grow)
         if not is_known:
             check_limits(server, request, [entity], _inference(request).task)
@@ -109,6 +112,7 @@ def _accept(
         server.load_shedder.enter(entity.endpoint, entity.engine, reserves=reserves, caller=sharer)
         held.callback(server.load_shedder.leave, entity.engine, reserves=reserves, caller=sharer)
         valid = server.offload(len(body), prepare, raw, entity.view, limits)
+        check_output(valid, entity.guardrails.output)
         record.accept(valid, body)
         _capture(server, entity, request, body, held)
         copies = _copies(entity, request, raw, valid, len(body))

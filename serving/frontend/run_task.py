@@ -22,7 +22,7 @@ def run_task(entity: ServedEntity, valid: ValidRequest, admission: Admission | N
     if valid.task == "score":
         return score.run(entity.engine, valid)
     on_tokens = None if admission is None else lambda _, count: admission.lease.count(count)
-    return generate.run(entity.engine, valid, entity.view.text, on_tokens)
+    return generate.run(entity.engine, valid, entity.view.text, on_tokens, entity.guardrails.output)
 
 
 def counted(

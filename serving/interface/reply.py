@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from .request import LogitsOf
 
-ReplyFinish: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
+ReplyFinish: TypeAlias = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
 
 
 class Usage(Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from ..dialects.fields.defaults import defaults_of
 from ..endpoints.config import ModelSource
 from ..interface.dialect_settings import DialectSettings
 from ..interface.engine import AdapterInfo, Engine, EngineInfo, EngineRecord
+from ..interface.guardrails import NO_GUARDRAILS
 from ..model_files.model_uri import version_of
 from ..observability.engine_counters import CounterDirectory
 from ..system import logs
@@ -234,6 +235,7 @@ class PlanFollower:
             created=planned.created,
             prefix_sharing=planned.prefix_sharing,
             payload_log=planned.payload_log,
+            guardrails=planned.guardrails or NO_GUARDRAILS,
             identity=source.identity,
             shadow=entity.config.shadow,
         )

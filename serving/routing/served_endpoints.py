@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..interface.engine import Engine
 from ..interface.errors import InvalidField, NotFound
+from ..interface.guardrails import NO_GUARDRAILS, Guardrails
 from ..interface.payload_log import PayloadLog
 from ..interface.request import Task
 from ..interface.settings import NAME, PrefixSharing
@@ -38,6 +39,7 @@ class ServedEntity:
     created: int = 0
     prefix_sharing: PrefixSharing | None = None
     payload_log: PayloadLog | None = None
+    guardrails: Guardrails = NO_GUARDRAILS
     identity: ModelVersion = UNKNOWN
     shadow: Shadow | None = None
     shadows: tuple[ServedEntity, ...] = ()

@@ -20,6 +20,7 @@ ENTITY_FIELDS = (
     "name", "entity_name", "entity_version", "min_provisioned_throughput", "max_provisioned_throughput",
     "scale_to_zero_enabled", "engine_settings", "defaults", "follow_alias", "canary", "shadow",
 )  # fmt: skip
+GUARDRAILS = "off, or a JSON object with input, output or both"
 THROUGHPUT = ("min_provisioned_throughput", "max_provisioned_throughput")
 
 
@@ -39,6 +40,7 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         shadows: tuple[str, ...],
         shadow_sample: float | None,
         no_shadow: bool,
+        guardrails: str | None,
         **options: Any,
     ) -> Any:
         names = (*THROUGHPUT, "scale_to_zero_enabled", "sticky")
@@ -55,6 +57,8 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError("--shadow or --no-shadow, not both")
         changes["shadows"] = [entity_of(given) | {"shadow": {}} for given in shadows]
         changes["shadow_sample"], changes["no_shadow"] = shadow_sample, no_shadow
+        if guardrails is not None:
+            changes["guardrails"] = settings_of("--guardrails", guardrails, GUARDRAILS)
         changes["engine_settings"], changes["defaults"] = engine_overrides(config), request_fields(defaults)
         return command(*arguments, changes=changes, **options)
 
@@ -109,6 +113,12 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 help="Share of the requests that are copied (default: all).",
             ),
             click.option("--no-shadow", is_flag=True, help="Copy no requests any more."),
+            click.option(
+                "--guardrails",
+                metavar="off|JSON",
+                help='Block or mask texts: \'{"input": {"invalid_keywords": ["x"]}, "output": {"pii": {"behavior": '
+                '"MASK"}}}\'.',
+            ),
         )
     ):
         with_changes = option(with_changes)
@@ -151,16 +161,18 @@ def shares(given: tuple[str, ...]) -> dict[str, int]:
     return found
 
 
-def settings_of(option: str, given: str) -> dict[str, Any] | None:
-    """Return the settings that ``option`` is given; None for "off". Raises ``UsageError``."""
-    if given in ("on", "off"):
+def settings_of(
+    option: str, given: str, allowed: str = "on, off, or a JSON object of its settings"
+) -> dict[str, Any] | None:
+    """Return the settings that ``option`` is given; None for "off", none of its own for "on". Raises ``UsageError``."""
+    if given == "off" or (given == "on" and allowed.startswith("on")):
         return {} if given == "on" else None
     try:
         found = json.loads(given)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise click.UsageError(f"{option} {given}: expected on, off, or a JSON object of its settings")
+        raise click.UsageError(f"{option} {given}: expected {allowed}")
     return found
 
 
@@ -257,5 +269,5 @@ def _config(
         traffic["routes"] = routes
     if changes.get("sticky", sticky):
         traffic["sticky"] = True
-    log = {} if changes.get("payload_log") is None else {"payload_log": changes["payload_log"]}
+    log = {name: changes[name] for name in ("payload_log", "guardrails") if changes.get(name) is not None}
     return {"served_entities": entities} | ({"traffic_config": traffic} if traffic else {}) | log

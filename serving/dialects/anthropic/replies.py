@@ -18,7 +18,13 @@ from ..openai.replies import model_name
 from ..sse import event
 from ..text_template import TextTemplate
 
-STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}
+STOP_REASONS = {
+    "stop": "end_turn",
+    "tool_calls": "tool_use",
+    "length": "max_tokens",
+    "abort": "max_tokens",
+    "content_filter": "refusal",
+}
 
 
 def message(request: ValidRequest, whole: Reply) -> dict[str, Any]:

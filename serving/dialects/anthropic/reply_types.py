@@ -6,7 +6,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from ..base import Exchange
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal", "model_context_window_exceeded"]
 
 
 class ThinkingBlock(TypedDict):

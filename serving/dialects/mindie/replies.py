@@ -58,7 +58,7 @@ def _call(call: ReplyCall) -> dict[str, Any]:
 
 def finish_reason(reason: ReplyFinish, stop: str | int | None, *, called: bool) -> str:
     """Return ``length``; ``stop`` after a stop string, which may have cut off a call; ``tool_calls``; else ``stop``."""
-    if reason in ("length", "abort"):  # "length" says that the text is not complete
+    if reason in ("length", "abort", "content_filter"):  # "length" says that the text is not complete
         return "length"
     return "tool_calls" if called and not isinstance(stop, str) else "stop"
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from ...interface.request import Task
 from ..base import Exchange
 
-Finish = Literal["stop", "length", "tool_calls"]
+Finish = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 class AlternativeToken(TypedDict):

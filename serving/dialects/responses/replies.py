@@ -82,6 +82,8 @@ def ended(
     """
     if reason in ("stop", "tool_calls") and not is_cut:
         return {"status": "completed", "completed_at": completed, "usage": response_usage(usage)}
+    if reason == "content_filter":
+        return {"status": "incomplete", "incomplete_details": {"reason": reason}, "usage": response_usage(usage)}
     assert request.sampling is not None
     # this API has no reason for a truncated prompt, a call that was cut off, or a timeout
     used_up = not is_cut and usage.completion_tokens >= request.sampling.max_tokens

@@ -98,7 +98,7 @@ class ResponseFailure(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
-    reason: Literal["max_output_tokens"] | None
+    reason: Literal["max_output_tokens", "content_filter"] | None
 
 
 class ResponseObject(TypedDict):

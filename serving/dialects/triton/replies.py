@@ -40,7 +40,7 @@ def error_of(error: ServingError) -> dict[str, Any]:
 
 def finish_reason(reason: ReplyFinish, stop_reason: str | int | None) -> str:
     """Return ``length``, ``stop_sequence`` for a stop string or id of the caller or the endpoint, or ``eos_token``."""
-    if reason in ("length", "abort"):
+    if reason in ("length", "abort", "content_filter"):
         return "length"
     return "eos_token" if stop_reason is None else "stop_sequence"
 

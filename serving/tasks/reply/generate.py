@@ -9,10 +9,12 @@ from typing import Any
 from ...interface.engine import Engine, EventStream
 from ...interface.errors import DeadlineExceeded, InternalError
 from ...interface.events import DraftCounts, Embedded, Event, Failed, Finished, Logits, PromptScored, Timed, Tokens
+from ...interface.guardrails import NO_RULES, TextRules
 from ...interface.reply import Delta, Done, Piece, Step, Usage
 from ...interface.request import ValidRequest
 from ..prompt.text import TextModel
 from .choice import ChoiceText
+from .guarded_run import GuardedRun
 from .parsed_choice import ParsedChoice
 from .pieces import Pieces, all_pieces, failure, gather
 
@@ -21,8 +23,14 @@ __all__ = ["OnTokens", "Pieces", "gather", "run"]
 OnTokens = Callable[[int, int], None]
 
 
-def run(engine: Engine, request: ValidRequest, text: TextModel, on_tokens: OnTokens | None = None) -> Pieces:
-    """Return an iterator of the pieces of one reply, ``Done`` last.
+def run(
+    engine: Engine,
+    request: ValidRequest,
+    text: TextModel,
+    on_tokens: OnTokens | None = None,
+    rules: TextRules = NO_RULES,
+) -> Pieces:
+    """Return an iterator of the pieces of one reply as ``rules`` leave them, ``Done`` last.
 
     The request starts at once; closing the iterator aborts the sequences that still run. ``on_tokens(index, count)`` is
     called before each piece that counts tokens is yielded, so that a ledger never lags behind the caller. Raises the
@@ -30,6 +38,8 @@ def run(engine: Engine, request: ValidRequest, text: TextModel, on_tokens: OnTok
     """
     stream = engine.submit(request)
     made = Run(request, text, stream, on_tokens)
+    if not rules.is_empty:  # which have to see every piece
+        return Pieces(all_pieces(GuardedRun(made, stream, rules), stream), stream)
     return Pieces(all_pieces(made, stream), stream, made)
 
 

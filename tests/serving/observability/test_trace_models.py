@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import msgspec
 import pytest
-from stores import empty_store
+from stores import empty_store, own_stores
 
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
@@ -36,12 +36,11 @@ RECORD = SpanRecord(
 
 
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> mlflow.MlflowClient:
+def client(tmp_path: Path) -> Iterator[mlflow.MlflowClient]:
     """Return a client of a database of its own, which the exporter's sink uses too."""
     store = empty_store(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
-    monkeypatch.setattr("mlflow.tracking._tracking_service.utils._tracking_uri", None)
-    return mlflow.MlflowClient(store)
+    with own_stores(store):
+        yield mlflow.MlflowClient(store)
 
 
 def test_mlflow_finds_the_traces_of_a_logged_model(client: mlflow.MlflowClient) -> None:

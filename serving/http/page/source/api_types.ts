@@ -129,7 +129,7 @@ export interface ChatChoice {
   index: number;
   message: ChatMessage;
   logprobs: ChatLogprobs | null;
-  finish_reason: "stop" | "length" | "tool_calls";
+  finish_reason: "stop" | "length" | "tool_calls" | "content_filter";
 }
 
 /** The data of an event of a streamed chat. `usage` is there if the request or the route asks for it. */
@@ -146,7 +146,7 @@ export interface ChatChunkChoice {
   index: number;
   delta: ChatDelta;
   logprobs: ChatLogprobs | null;
-  finish_reason: "stop" | "length" | "tool_calls" | null;
+  finish_reason: "stop" | "length" | "tool_calls" | "content_filter" | null;
 }
 
 /** The reply to a chat. */
@@ -204,6 +204,7 @@ export interface ConfigInfo {
   traffic_config: TrafficInfo;
   prefix_sharing?: "tenant" | "endpoint" | "off";
   payload_log?: PayloadLog;
+  guardrails?: Guardrails;
   openAiSupport?: string | null;
   fullTextEnabled?: boolean | null;
   maxIterTimes?: number | null;
@@ -377,6 +378,12 @@ export interface GatewayState {
   adapters?: AdapterState[];
 }
 
+/** The rules for what requests say, and for what the model answers. */
+export interface Guardrails {
+  input: TextRules;
+  output: TextRules;
+}
+
 /** A key without its secret. */
 export interface KeyInfo {
   key_id: string;
@@ -522,6 +529,12 @@ export interface PayloadLog {
 export interface PayloadPage {
   payloads: PayloadInfo[];
   next_cursor: string | null;
+}
+
+/** The treatment of personal data, and the kinds of it that are looked for (all of them). */
+export interface Pii {
+  behavior: "NONE" | "BLOCK" | "MASK";
+  types: ("email" | "iban" | "credit_card" | "us_ssn" | "ip_address" | "phone")[];
 }
 
 /** Prices per million tokens, and per provisioned token/s for a minute, from a time on. */
@@ -714,7 +727,7 @@ export interface TextChoice {
   index: number;
   text: string;
   logprobs: TextLogprobs | null;
-  finish_reason: "stop" | "length" | "tool_calls";
+  finish_reason: "stop" | "length" | "tool_calls" | "content_filter";
 }
 
 /** The data of an event of streamed completions. */
@@ -731,7 +744,7 @@ export interface TextChunkChoice {
   index: number;
   text: string;
   logprobs: TextLogprobs | null;
-  finish_reason: "stop" | "length" | "tool_calls" | null;
+  finish_reason: "stop" | "length" | "tool_calls" | "content_filter" | null;
 }
 
 /** The reply to one or more prompts. */
@@ -750,6 +763,13 @@ export interface TextLogprobs {
   token_logprobs: (number | null)[];
   top_logprobs: (Record<string, number | null> | null)[];
   text_offset: number[];
+}
+
+/** The rules for texts, in the form of Databricks' AI Gateway. One of `invalid_keywords` blocks a text. */
+export interface TextRules {
+  invalid_keywords: string[];
+  pii: Pii;
+  safety: boolean;
 }
 
 export interface TrafficInfo {
