@@ -27,7 +27,7 @@ def guarded(raw: R, rules: TextRules) -> R:
 
 def _changes(raw: Raw, rules: TextRules) -> dict[str, Any]:
     if isinstance(raw, RawChat):
-        more = {"chat_template": _text_or_none(raw.chat_template, rules, "chat_template")}
+        more: dict[str, Any] = {"chat_template": _text_or_none(raw.chat_template, rules, "chat_template")}
         if raw.chat_template_kwargs is not None:
             more["chat_template_kwargs"] = _json(raw.chat_template_kwargs, rules, "chat_template_kwargs")
         if raw.tools is not None:

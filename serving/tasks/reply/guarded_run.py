@@ -59,14 +59,7 @@ class GuardedRun:
                 yield piece
                 continue
             guard = self._guards.setdefault(piece.index, _Guard(piece.index, self._rules))
-            if guard.is_blocked:
-                continue
-            yield from guard.delta(piece) if isinstance(piece, Delta) else guard.close()
-            if guard.is_blocked:
-                self._stream.finish(piece.index)
-                yield Ended(index=piece.index, finish_reason="content_filter")
-            elif isinstance(piece, Ended):
-                yield piece
+            yield from guard.through(piece, self._stream)
 
 
 class _Guard:
@@ -78,39 +71,54 @@ class _Guard:
         self._kind: Literal["text", "reasoning"] | None = None
         self._filter = TextFilter(rules)
         self._call: list[CallDelta] = []
-        self.is_blocked = False
+        self._is_blocked = False
 
-    def delta(self, delta: Delta) -> Iterator[Delta]:
+    def through(self, piece: Delta | Ended, stream: EventStream) -> Iterator[Piece]:
+        """Yield what is left of ``piece``, and the end of the choice if it is blocked, after which nothing follows."""
+        if self._is_blocked:
+            return
+        yield from self._delta(piece) if isinstance(piece, Delta) else self._close()
+        if self.is_over():
+            stream.finish(self._index)
+            yield Ended(index=self._index, finish_reason="content_filter")
+        elif isinstance(piece, Ended):
+            yield piece
+
+    def is_over(self) -> bool:
+        """Return whether the choice was blocked."""
+        return self._is_blocked
+
+    def _delta(self, delta: Delta) -> Iterator[Delta]:
         counted = Delta(index=self._index, text="", num_tokens=delta.num_tokens)
         if delta.calls:
             yield from self._calls(delta.calls)
         elif delta.text or delta.reasoning:
             kind: Literal["text", "reasoning"] = "text" if delta.text else "reasoning"
             if kind != self._kind:
-                yield from self.close()
+                yield from self._close()
                 self._kind = kind
-            said = "" if self.is_blocked else self._filter.push(delta.text or delta.reasoning)
-            self.is_blocked = self.is_blocked or self._filter.blocked is not None
+            said = "" if self._is_blocked else self._filter.push(delta.text or delta.reasoning)
+            self._is_blocked = self._is_blocked or self._filter.blocked is not None
             counted = msgspec.structs.replace(counted, **{kind: said})
         yield counted
 
     def _calls(self, calls: tuple[CallDelta, ...]) -> Iterator[Delta]:
         if self._kind is not None:
-            yield from self.close()
+            yield from self._close()
         for call in calls:
             if self._call and call.index != self._call[0].index:
-                yield from self.close()
+                yield from self._close()
             self._call.append(call)
 
-    def close(self) -> Iterator[Delta]:
+    def _close(self) -> Iterator[Delta]:
         """Yield what is still held back, at the end of a text, of reasoning or of a call."""
-        if self.is_blocked:
+        if self._is_blocked:
             return
         kind, call = self._kind, self._call
         self._kind, self._call = None, []
         if kind is not None:
             said = self._filter.push("", final=True)
-            self.is_blocked = self._filter.blocked is not None
+            self._is_blocked = self._filter.blocked is not None
             self._filter = TextFilter(self._rules)
             if said:
                 yield msgspec.structs.replace(Delta(index=self._index, text=""), **{kind: said})
@@ -121,8 +129,8 @@ class _Guard:
         """Return a call that is complete, with what is masked in its arguments; None if it is blocked."""
         written = "".join(part.arguments for part in call)
         left, blocked = filtered_arguments(written, self._rules, custom=call[0].custom)
-        self.is_blocked = self.is_blocked or blocked is not None
-        if self.is_blocked:
+        self._is_blocked = self._is_blocked or blocked is not None
+        if self._is_blocked:
             return None
         begun = [part for part in call if part.id is not None or part.name is not None]
         begun = [msgspec.structs.replace(part, arguments="") for part in begun]
