@@ -43,6 +43,8 @@ from .settlement import LEDGER_FIRST, save_windows
 END_USER_IDLE_SECONDS = 3660
 """How long a window of an end user is kept after its last use; of the longest window of rates, nothing is lost then."""
 MAX_END_USER_WINDOWS = 100_000
+PRUNE_ROWS = 2000
+"""Windows that one transaction deletes, so that it holds the write lock of SQLite only for a moment."""
 RETRY_SECONDS = 30.0
 """The ``Retry-After`` of what an operator has to put right."""
 
@@ -250,15 +252,19 @@ def open_windows(connection: sa.Connection, store: Store, subjects: tuple[Subjec
 
 
 def prune_windows(connection: sa.Connection, now: int) -> int:
-    """Delete windows of end users that were not used for an hour, and the oldest beyond a number; return how many.
+    """Delete windows of end users that were not used for an hour, and the oldest beyond a number; return how many, at
+    most ``PRUNE_ROWS``.
 
-    ``open_windows`` builds them again, exactly, when they are needed: this bounds the store, and changes no limit.
+    ``open_windows`` builds them again, exactly, when they are needed: this bounds the store, and changes no limit. It
+    waits for no window that an admission has locked, which locks several in an order of its own.
     """
     used_at = window_table.c.used_at
     newest = sa.select(used_at).where(used_at.is_not(None)).order_by(used_at.desc())
     last = connection.execute(newest.offset(MAX_END_USER_WINDOWS).limit(1)).scalar_one_or_none()
     before = max(now - END_USER_IDLE_SECONDS, -1 if last is None else last)
-    return connection.execute(sa.delete(window_table).where(used_at <= before)).rowcount
+    key = (window_table.c.scope, window_table.c.subject)
+    old = sa.select(*key).where(used_at <= before).limit(PRUNE_ROWS).with_for_update(skip_locked=True)
+    return connection.execute(sa.delete(window_table).where(sa.tuple_(*key).in_(old))).rowcount
 
 
 def _take(

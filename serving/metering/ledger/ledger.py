@@ -499,7 +499,9 @@ class Ledger:
         if now - self._pruned_at >= PRUNE_SECONDS:
             self._pruned_at = now
             second = int(self._window_clock.now())
-            self.store.write(lambda connection: admission.prune_windows(connection, second))
+            prune = partial(admission.prune_windows, now=second)
+            while self.store.write(prune) == admission.PRUNE_ROWS:
+                pass
 
     def _extend_chain(self) -> None:
         """Link what was settled, unless another process is doing so."""

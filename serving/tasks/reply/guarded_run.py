@@ -26,7 +26,7 @@ def check_output(request: ValidRequest, rules: TextRules) -> None:
     for name in () if rules.is_empty or sampling is None else _UNREADABLE:
         value = getattr(sampling, name)
         if value is not None and value is not False:  # 0 alternatives are log probabilities too
-            raise InvalidField(name, True, _NOTHING)
+            raise InvalidField(name, value, _NOTHING)
 
 
 class GuardedRun:

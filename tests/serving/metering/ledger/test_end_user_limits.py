@@ -148,6 +148,7 @@ def test_the_number_of_windows_is_bounded(
 ) -> None:
     """Whoever makes up names of end users fills no database: the windows used longest ago are removed."""
     monkeypatch.setattr(admission, "MAX_END_USER_WINDOWS", 2)
+    monkeypatch.setattr(admission, "PRUNE_ROWS", 2)  # so that one round takes two transactions
     Limits(store).set("tenant_user", "acme", "qph", 1)
     for number in range(5):
         clock.now += 1
