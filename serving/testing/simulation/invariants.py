@@ -146,7 +146,8 @@ class Invariants:
 
 
 def _compare_windows(connection: sa.Connection) -> None:
-    for scope, subject, stored in connection.execute(sa.select(windows_table)).all():
+    columns = (windows_table.c.scope, windows_table.c.subject, windows_table.c.state)
+    for scope, subject, stored in connection.execute(sa.select(*columns)).all():
         state, expected = windows.decode(stored), rebuilt(connection, (scope, subject))
         now = max(state.latest, expected.latest)
         for kind in KINDS:
