@@ -10,7 +10,8 @@ start again later (their tokens are kept, only KV is recomputed).
 Sequences are of three classes: provisioned, standard, and background ones of batches. While there are provisioned
 sequences, a step is made of them alone in just that way. The others are best effort: they get the time that
 ``step_time_budget.BestEffortBudget`` allows beside them, in order of class and arrival, and give up slots and memory.
-Without provisioned sequences, background ones are best effort beside standard ones in the same way."""
+Without provisioned sequences, background ones are best effort beside standard ones in the same way, but not in steps
+that a first token comes from."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from .batch_invariance import whole_pieces
 from .fair_queue import FairQueue
 from .sequence import BLOCKS_LATER, SamplePosition, SequenceGroup, SequenceState, WaitReason
 from .speculation import MAX_STEP_ROWS, DraftedPosition, Speculation
-from .step_time_budget import BACKGROUND_SHARE, BEST_EFFORT_SHARE, BestEffortBudget, StepLoad
+from .step_time_budget import PROVISIONED_PACE, STANDARD_PACE, BestEffortBudget, StepLoad
 
 MAX_FORCED_TOKENS_PER_STEP = 32  # tokens forced by a grammar that a sequence computes beside its next one
 OLDEST_PREFILL_SHARE = 1 / 4  # part of a step's prefill tokens that is guaranteed to the prompt that started first
@@ -185,6 +186,8 @@ class Scheduler:
             drafted = self._with_drafts(chunks, len(chunks))
             if drafted is not chunks:  # not measured, so nothing beside them could be paid for
                 return drafted
+            if not all(chunk.sequence.num_generated for chunk in chunks):
+                return chunks  # a first token is awaited, which would be late by all that a step adds
         return sorted(chunks + self._best_effort(chunks), key=lambda chunk: chunk.num_tokens > 1)
 
     def _classes_to_guard(self) -> range:
@@ -228,8 +231,11 @@ class Scheduler:
             guarded = [chunk for chunk in chunks if chunk.sequence.service_class in self._guarded]
             if guarded:
                 self._lingering = min(chunk.sequence.service_class for chunk in guarded)
-            share = BEST_EFFORT_SHARE if self._lingering == PROVISIONED else BACKGROUND_SHARE
-            self.budget.record_step_time(StepLoad.of(guarded), StepLoad.of(chunks), seconds, share=share)
+            pace = PROVISIONED_PACE if self._lingering == PROVISIONED else STANDARD_PACE
+            self.budget.record_step_time(StepLoad.of(guarded), StepLoad.of(chunks), seconds, pace=pace)
+        if chunks and not self._guarded and chunks[0].sequence.service_class == STANDARD:  # alone, and not for long
+            self._lingering = STANDARD
+            self.budget.expect_more(STANDARD_PACE)
 
     def _step(self, classes: range) -> list[ScheduledChunk]:
         """Plan a whole step of some classes of sequences."""

@@ -2,7 +2,7 @@
 
 A provisioned request (``ValidRequest.provisioned``) keeps its time per output token whatever else the engine has to do.
 The time of a step is therefore predicted from its load, and best-effort work may only add a small part of what the
-provisioned work takes alone: ``BEST_EFFORT_SHARE`` of it on average, which preserves the provisioned tokens/s, and
+provisioned work takes alone: a share of it on average (``Pace``), which preserves the provisioned tokens/s, and
 ``STEP_SHARE`` in any one step, which bounds the longest pauses. The budget is charged with the measured time of
 best-effort work, never with the prediction, so a wrong estimate costs a few steps, not the provisioned throughput.
 """
@@ -16,11 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-BEST_EFFORT_SHARE = 0.06  # of provisioned time that best-effort work may add on average: tokens/s stay at 94 %
-BACKGROUND_SHARE = 0.03  # the same of standard time that background work may add
-STEP_SHARE = 0.16  # and in any one step: pauses between tokens stay at 1.16 times what they were
-LINGER_SECONDS = 0.5  # seconds of steps after the last provisioned one: another is expected, so steps stay short
-LINGER_STEPS = 2.0  # how long such a step may take, in steps of one sequence
+STEP_SHARE = 0.16  # of the time of any one step that is kept: pauses between tokens stay at 1.16 times what they were
 PROBE_STEPS = 4  # one in so many provisioned steps has no best-effort work, to measure what they take alone
 MIN_SEEN = 8  # steps before an estimate is worth anything
 
@@ -33,6 +29,23 @@ _DEBT = 10.0  # the most that best-effort work may owe, in ceilings; it pays bac
 _OUTLIER = 3.0  # times the estimate; a longer step is put down to another process
 
 Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The pace that guarded work keeps: of its time, others may add ``share`` on average.
+
+    For ``linger_seconds`` of steps after it, its callers' next requests are expected, so steps stay short: their work
+    takes at most as long as ``linger_steps`` of one sequence.
+    """
+
+    share: float
+    linger_seconds: float
+    linger_steps: float
+
+
+PROVISIONED_PACE = Pace(share=0.06, linger_seconds=0.5, linger_steps=2.0)  # tokens/s stay at 94 %
+STANDARD_PACE = Pace(share=0.03, linger_seconds=10.0, linger_steps=0.25)  # beside batches: people pause longer
 
 
 class RunExtent(Protocol):
@@ -139,26 +152,27 @@ class StepCost:
 
 
 class BestEffortBudget:
-    """The account of the seconds that best-effort work may still take. Call ``ran`` after every step."""
+    """The account of the seconds that best-effort work may still take. Call ``record_step_time`` after every step."""
 
     def __init__(self) -> None:
         self.cost = StepCost()
         self.credit = 0.0  # seconds
-        self._since_provisioned = LINGER_SECONDS
+        self._pace = PROVISIONED_PACE  # of the last guarded step
+        self._since_provisioned = PROVISIONED_PACE.linger_seconds
         self._steps = 0
         self._guarded_seen = 0
 
     @property
     def lingers(self) -> bool:
-        """Return whether a provisioned request ended so recently that its caller's next one may come at any moment."""
-        return self._since_provisioned < LINGER_SECONDS
+        """Return whether a guarded request ended so recently that its caller's next one may come at any moment."""
+        return self._since_provisioned < self._pace.linger_seconds
 
     def allowance(self, provisioned: StepLoad) -> float:
         """Return the seconds that best-effort work may add to a step of ``provisioned``."""
         if not self.cost.known:
             return 0.0
         if not provisioned:
-            return LINGER_STEPS * self.cost.predict(StepLoad(rows=1))
+            return self._pace.linger_steps * self.cost.predict(StepLoad(rows=1))
         if self._steps % PROBE_STEPS == 0:
             return 0.0
         maximum = STEP_SHARE * self.cost.predict(provisioned)
@@ -186,26 +200,33 @@ class BestEffortBudget:
         # prefill of n tokens of one sequence never costs more than one token of n sequences
         return max(int((seconds - fixed) / max(token, 1e-9)), int(seconds / max(self.row(provisioned, start), 1e-9)))
 
+    def expect_more(self, pace: Pace) -> None:
+        """Expect further requests of guarded work that ran just now and keeps ``pace``."""
+        self._pace = pace
+        self._since_provisioned = 0.0
+
     def record_step_time(
-        self, provisioned: StepLoad, total: StepLoad, seconds: float, *, share: float = BEST_EFFORT_SHARE
+        self, provisioned: StepLoad, total: StepLoad, seconds: float, *, pace: Pace = PROVISIONED_PACE
     ) -> None:
         """Book a step that took ``seconds``, with the load ``total``, of which ``provisioned`` was provisioned (or
-        guarded in the same way). The rest earns ``share`` of its time."""
+        guarded in the same way) and keeps ``pace``."""
         if provisioned:
-            self._since_provisioned = 0.0
+            self.expect_more(pace)
             self._steps += 1
             self._guarded_seen += 1
             if self.cost.known:
-                self._account(provisioned, total, seconds, share)
+                self._account(provisioned, total, seconds)
         else:
             self._since_provisioned += seconds
-        # Steps far larger than provisioned ones would distort the fit; they count only until there are enough others.
-        if provisioned or self.lingers or self._guarded_seen < MIN_SEEN:
+        # Steps far larger than provisioned ones would distort the fit, and so would a long time of steps that are all
+        # alike; they count only until there are enough others.
+        recent = self._since_provisioned < PROVISIONED_PACE.linger_seconds
+        if provisioned or recent or self._guarded_seen < MIN_SEEN:
             self.cost.observe(total, seconds)
 
-    def _account(self, provisioned: StepLoad, total: StepLoad, seconds: float, share: float) -> None:
+    def _account(self, provisioned: StepLoad, total: StepLoad, seconds: float) -> None:
         alone = self.cost.predict(provisioned)
-        self.credit += share * alone
+        self.credit += self._pace.share * alone
         if total != provisioned:
             foreseen = self.cost.predict(total) - alone
             taken = seconds - alone

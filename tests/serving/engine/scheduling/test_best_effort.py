@@ -15,7 +15,7 @@ from mlflow_llm.serving.engine.attention.kv_cache import LayerShape
 from mlflow_llm.serving.engine.attention.slot_cache import SlotKVCache
 from mlflow_llm.serving.engine.scheduling.scheduler import ScheduledChunk, Scheduler
 from mlflow_llm.serving.engine.scheduling.sequence import Sampled, SequenceState
-from mlflow_llm.serving.engine.scheduling.step_time_budget import LINGER_SECONDS, StepCost, StepLoad
+from mlflow_llm.serving.engine.scheduling.step_time_budget import PROVISIONED_PACE, STANDARD_PACE, StepCost, StepLoad
 
 Cost = Callable[[StepLoad], float]
 
@@ -145,7 +145,7 @@ def test_best_effort_work_has_whole_steps_when_nothing_is_provisioned() -> None:
         machine.step()
     machine.keep(30, provisioned=False, prompt=5)
     lingering = 0.0
-    while lingering < LINGER_SECONDS:
+    while lingering < PROVISIONED_PACE.linger_seconds:
         assert machine.step()
         lingering += machine.ticks[-1][2]
     for _ in range(20):
@@ -291,6 +291,81 @@ def test_a_standard_request_takes_the_slot_of_a_background_one() -> None:
     assert [s.status for s in background].count("waiting") == 1
     while machine.scheduler.has_work():
         assert machine.step()
+
+
+def test_a_first_token_does_not_wait_for_background_work() -> None:
+    """Until a standard request has its first token, steps have no background work, whatever was saved up for it."""
+    machine = Machine(cpu)
+    for _ in range(8):
+        machine.add(100, 200, provisioned=False, background=True)
+    machine.add(20, 400, provisioned=False)
+    for _ in range(60):
+        machine.step()
+    later = machine.add(400, 40, provisioned=False)
+    beside = []
+    while not later.num_generated:
+        beside += [run for run in machine.step() if run.sequence.request.background]
+    assert beside == []
+    while later.status != "finished":
+        beside += [run for run in machine.step() if run.sequence.request.background]
+    assert beside
+
+
+def test_background_steps_stay_short_while_standard_requests_are_expected() -> None:
+    """For ten seconds of steps after a standard request, a step of background work takes little more than one token of
+    one sequence; then it has whole steps again."""
+    machine = Machine(cpu)
+    for prompt in (20, 60, 120, 40, 80):
+        standard = machine.add(prompt, 20, provisioned=False)
+        while standard.status != "finished":
+            machine.step()
+    for _ in range(8):
+        machine.add(200, 200, provisioned=False, background=True)
+    lingering, longest = 0.0, 0.0
+    while lingering < STANDARD_PACE.linger_seconds:
+        machine.step()
+        lingering += machine.ticks[-1][2]
+        longest = max(longest, machine.ticks[-1][2])
+    assert longest <= 1.4 * cpu(StepLoad(rows=1))
+    assert sum(s.num_generated for s in machine.sequences if s.request.background) > 100
+    assert sum(chunk.num_tokens for chunk in machine.step()) >= 64
+
+
+def times_of(background: bool) -> tuple[list[float], list[float], int]:
+    """Return the times to the first token, and per later one, of four callers that pause; and the tokens of a batch."""
+    machine, draw, now = Machine(cpu), random.Random(1), 0.0
+    due = sorted(draw.uniform(0, 1) for _ in range(4))
+    sent: list[list[Any]] = []  # sequence, when it came, when it had its first token
+    first, later = [], []
+    while now < 60:
+        while due and due[0] <= now:
+            sent.append([machine.add(100, 40, provisioned=False), due.pop(0), None])
+        if background and sum(s.request.background and s.status != "finished" for s in machine.sequences[-64:]) < 8:
+            machine.add(300, 64, provisioned=False, background=True)
+        if not machine.scheduler.has_work():
+            now = due[0]
+            continue
+        machine.step()
+        now += machine.ticks[-1][2]
+        for one in list(sent):
+            sequence, came, began = one
+            if began is None and sequence.num_generated:
+                one[2] = began = now
+                first.append(now - came)
+            if sequence.status == "finished":
+                later.append((now - began) / (sequence.num_generated - 1))
+                sent.remove(one)
+                due = sorted([*due, now + draw.uniform(0, 2)])
+    return first[10:], later[10:], sum(s.num_generated for s in machine.sequences if s.request.background)
+
+
+def test_callers_that_pause_do_not_notice_a_batch() -> None:
+    """At the 99th percentile, callers wait at most 5 % longer for first and later tokens while a batch advances."""
+    alone, beside = times_of(background=False), times_of(background=True)
+    for one, other in zip(alone[:2], beside[:2], strict=True):
+        of_one, of_other = (sorted(times)[int(len(times) * 0.99)] for times in (one, other))
+        assert of_other <= 1.05 * of_one
+    assert beside[2] > 200
 
 
 def test_background_work_alone_has_whole_steps() -> None:
