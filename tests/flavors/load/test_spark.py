@@ -6,6 +6,7 @@ import json
 
 import mlflow
 import pytest
+import spark_rows
 from mlflow.exceptions import MlflowException
 
 from mlflow_llm.flavors import llm
@@ -23,18 +24,15 @@ def root(llama_dir, tmp_path_factory):
 
 
 def test_rows_are_those_of_predict(spark, root):
-    """Every row has the text that ``predict`` gives it; a refused row is null, and its neighbour is answered."""
-    prompts = [f"number {i}" for i in range(ROWS)]
-    rows = [(prompt, 4) for prompt in prompts] + [("bad", -1)]
-    frame = spark.createDataFrame(rows, ["prompt", "max_tokens"]).repartition(2)
-    given = {name: value for name, value in PARAMS.items() if name != "max_tokens"}
-    text = llm.spark_udf(spark, root, on_error="null", **given)
-    found = frame.withColumn("answer", text(*frame.columns)).collect()
-    with llm.closing(mlflow.pyfunc.load_model(root)) as model:
-        own = model.predict([{"prompt": prompt} for prompt in prompts], params=PARAMS | {"output": "text"})
-    assert {row.prompt: row.answer for row in found} == dict(zip(prompts, own, strict=True)) | {"bad": None}
+    """Every row has the text that ``predict`` gives it, and a refused one is null, by ``ai_query`` too; the tasks share
+    one engine."""
+    rows = spark_rows.rows_of(ROWS)
+    seen = spark_rows.compare(spark, root, rows, 2)
+    assert seen.at_once == 1
+    assert len(seen.places) == 1
+    frame = spark.createDataFrame([("number 1",)], ["prompt"])
     reply = llm.spark_udf(spark, root, output="reply", **PARAMS)
-    [row] = frame.limit(1).select("prompt").withColumn("answer", reply("prompt")).collect()
+    [row] = frame.withColumn("answer", reply("prompt")).collect()
     assert json.loads(row.answer)["usage"]["completion_tokens"] == 4
 
 
