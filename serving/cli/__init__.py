@@ -45,6 +45,8 @@ COMMANDS = {  # the module of each, and its name in there where that is another
     "import": "convert.command:import_",
     "windows": "accounts.windows:windows",
     "ledger": "accounts.ledger:ledger",
+    "replay": "accounts.replay:replay",
+    "verify": "accounts.replay:verify",
     "batch": "batch.command:batch",
     "bench": "bench",
     "doctor": "doctor",

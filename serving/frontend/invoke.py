@@ -11,11 +11,14 @@ from functools import partial
 
 import msgspec
 
+from mlflow_llm import __version__
+
 from ..dialects import Head, InferenceRoute, StreamEncoder
 from ..interface.errors import InvalidField, ServingError
 from ..interface.logits_size import logits_size
 from ..interface.reply import Piece, Reply
 from ..interface.request import RawRequest, ValidRequest
+from ..metering.proof.answers import Asked, OutputHashes, asked_of, body_digest
 from ..modes import Admission, Target
 from ..routing.served_endpoints import ServedEntity
 from ..tasks.input_guard import guarded
@@ -39,6 +42,8 @@ from .streams.token_writer import token_writer
 from .worker_state import WorkerState
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+COMPUTED = ("backend", "device", "dtype", "quantization", "kernels", "instruction_set", "kv_cache_dtype", "threads")
+"""Facts about an engine that can change the last bits of its results (``docs/determinism.md``)."""
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -114,6 +119,8 @@ def _accept(
         valid = server.offload(len(body), prepare, raw, entity.view, limits)
         check_output(valid, entity.guardrails.output)
         record.accept(valid, body)
+        if entity.mode is not None:
+            record.body_digest = body_digest(body)
         _capture(server, entity, request, body, held)
         copies = _copies(entity, request, raw, valid, len(body))
     if raw.echoed:
@@ -205,9 +212,12 @@ def _start(
     admission: Admission | None = None
     if entity.mode is not None:
         target = Target(endpoint=entity.endpoint, entity=entity.entity, model=entity.identity)
-        admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels))
+        asked = _asked(entity, valid, request)
+        admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels, asked))
         valid = admission.request
         request.record.price = admission.lease.price
+        if admission.lease.proof_key is not None:
+            request.record.output = OutputHashes(admission.lease.proof_key)
         if request.background is not None:
             admission.lease.hold()
             request.background.admitted(admission.lease)
@@ -222,6 +232,14 @@ def _start(
     held.enter_context(watch(pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
     return source, pull, counted(pull, admission, request.record, returns_trace=valid.return_trace)
+
+
+def _asked(entity: ServedEntity, valid: ValidRequest, request: Request) -> Asked | None:
+    """Return what repeats and proves the answer, kept with its row."""
+    info = entity.engine.info
+    computed = {name: str(getattr(info, name)) for name in COMPUTED} | {"release": __version__}
+    record = request.record
+    return asked_of(valid, route=record.path, body=record.body_digest, computed=computed)
 
 
 def _streamed(stream: Stream, encoder: StreamEncoder) -> Answer:

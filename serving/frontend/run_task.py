@@ -39,6 +39,7 @@ def counted(
                 completion=used.completion_tokens,
                 finish_reason=record.finish_reason,
                 drafts=(used.draft_tokens, used.accepted_draft_tokens),
+                said=None if record.output is None else record.output.said(),
             )
         if returns_trace and isinstance(piece, Done):
             piece = msgspec.structs.replace(piece, trace=record.returned_trace())

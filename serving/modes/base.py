@@ -14,6 +14,7 @@ from ..interface.labels import NONE, Labels
 from ..interface.request import ValidRequest
 from ..metering.accounts.keys import Caller
 from ..metering.ledger.lease import Bucket, Lease, Reservation
+from ..metering.proof.answers import Asked
 from ..model_files.model_version import UNKNOWN, ModelVersion
 
 BATCH = "batch"
@@ -44,8 +45,15 @@ class Mode(Protocol):
     @property
     def profile(self) -> ModeProfile: ...
 
-    def admit(self, valid: ValidRequest, caller: Caller, target: Target, labels: Labels = NONE) -> Admission:
-        """Reserve the tokens that ``valid`` may use; ``labels`` are recorded. Raises ``LimitExceeded``,
+    def admit(
+        self,
+        valid: ValidRequest,
+        caller: Caller,
+        target: Target,
+        labels: Labels = NONE,
+        asked: Asked | None = None,
+    ) -> Admission:
+        """Reserve the tokens that ``valid`` may use; ``labels`` are recorded, and ``asked``. Raises ``LimitExceeded``,
         ``Unavailable``."""
         ...
 
@@ -71,7 +79,13 @@ class Admission:
 
 
 def reservation_of(
-    valid: ValidRequest, caller: Caller, target: Target, mode: str, labels: Labels, bucket: Bucket | None = None
+    valid: ValidRequest,
+    caller: Caller,
+    target: Target,
+    mode: str,
+    labels: Labels,
+    bucket: Bucket | None = None,
+    asked: Asked | None = None,
 ) -> Reservation:
     """Return a reservation of the most that ``valid`` may use: each prompt once, and ``max_tokens`` per sequence.
 
@@ -94,5 +108,6 @@ def reservation_of(
         model=target.model,
         labels=labels,
         limited_user=labels.user if caller.names_end_users else "",
+        asked=asked,
         pays_tokens=bucket is None,
     )

@@ -6,6 +6,7 @@ from ..interface.labels import NONE, Labels
 from ..interface.request import ValidRequest
 from ..metering.accounts.keys import Caller
 from ..metering.ledger.ledger import Ledger
+from ..metering.proof.answers import Asked
 from .base import Admission, ModeProfile, Target, reservation_of
 
 PROFILE = ModeProfile(name="pay_per_token", accepts_n=False, accepts_error_behavior=True)
@@ -21,6 +22,14 @@ class PayPerToken:
     def profile(self) -> ModeProfile:
         return PROFILE
 
-    def admit(self, valid: ValidRequest, caller: Caller, target: Target, labels: Labels = NONE) -> Admission:
-        lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name, labels))
+    def admit(
+        self,
+        valid: ValidRequest,
+        caller: Caller,
+        target: Target,
+        labels: Labels = NONE,
+        asked: Asked | None = None,
+    ) -> Admission:
+        reservation = reservation_of(valid, caller, target, PROFILE.name, labels, asked=asked)
+        lease = self._ledger.reserve(reservation)
         return Admission(lease, valid)

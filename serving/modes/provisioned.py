@@ -16,6 +16,7 @@ from ..interface.request import ValidRequest
 from ..metering.accounts.keys import Caller
 from ..metering.ledger.lease import Bucket
 from ..metering.ledger.ledger import Ledger
+from ..metering.proof.answers import Asked
 from .base import Admission, ModeProfile, Target, reservation_of
 from .calibration import Capacity
 
@@ -45,8 +46,16 @@ class Provisioned:
     def profile(self) -> ModeProfile:
         return PROFILE
 
-    def admit(self, valid: ValidRequest, caller: Caller, target: Target, labels: Labels = NONE) -> Admission:
-        lease = self._ledger.reserve(reservation_of(valid, caller, target, PROFILE.name, labels, self._bucket))
+    def admit(
+        self,
+        valid: ValidRequest,
+        caller: Caller,
+        target: Target,
+        labels: Labels = NONE,
+        asked: Asked | None = None,
+    ) -> Admission:
+        reservation = reservation_of(valid, caller, target, PROFILE.name, labels, self._bucket, asked=asked)
+        lease = self._ledger.reserve(reservation)
         if lease.within_reserve and not valid.background:
             valid = msgspec.structs.replace(valid, provisioned=True)
         return Admission(lease, valid)

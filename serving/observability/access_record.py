@@ -16,6 +16,7 @@ from ..interface.labels import NONE, Labels
 from ..interface.reply import Choice, Delta, Done, Ended, Piece, Score, Usage, Vector
 from ..interface.request import ValidRequest
 from ..metering.accounts.money import FREE, Price, cost
+from ..metering.proof.answers import OutputHashes
 from ..metering.usage.payloads import Payload
 from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..system import logs
@@ -42,7 +43,7 @@ class AccessRecord:
     ``finish`` logs and counts the request; a second call does nothing. ``headers`` are added to those of the response,
     also to an error's. ``reply_id`` is the reply's ``id``, also in the ledger. ``body`` and ``replies`` (by choice)
     are only kept if content is traced, or if the reply has the trace; ``replies`` also for the payload log, for which
-    ``capture`` has the rest.
+    ``capture`` has the rest. ``output`` hashes the answer of a metered request.
     """
 
     request_id: str
@@ -60,6 +61,8 @@ class AccessRecord:
     body: bytes | None = None
     replies: dict[int, Gathered] | None = None
     capture: Capture | None = None
+    output: OutputHashes | None = None
+    body_digest: bytes = b""
     reasons: dict[int, str] = field(default_factory=dict)
     prompt_tokens: int = 0
     key: str | None = None
@@ -99,6 +102,8 @@ class AccessRecord:
             self._see_tokens(piece)
         elif isinstance(piece, Ended):
             self.finish_reason = self.reasons[piece.index] = piece.finish_reason
+            if self.output is not None:
+                self.output.add_text(piece.index, "")  # an empty choice is a choice too
             if self.replies is not None:
                 self.replies.setdefault(piece.index, Gathered())  # an empty choice is a choice too
         elif isinstance(piece, Done):
@@ -108,6 +113,8 @@ class AccessRecord:
 
     def _see_tokens(self, delta: Delta) -> None:
         self.count(delta.index, delta.num_tokens)
+        if self.output is not None:
+            self.output.add(delta)
         if self.replies is not None and (delta.text or delta.reasoning or delta.calls):
             said = replace(delta, token_ids=(), logprobs=(), token_logprobs=())
             self.replies.setdefault(delta.index, Gathered()).add(said)

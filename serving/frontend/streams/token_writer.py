@@ -98,6 +98,8 @@ class TokenWriter:
             return False
         self._record.count(event.index, len(event.token_ids))
         if text:
+            if self._record.output is not None:
+                self._record.output.add_text(event.index, text)
             self._write(template.fill(text))
         return True
 

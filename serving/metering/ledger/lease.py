@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from ...interface.errors import Aborted
@@ -14,6 +15,7 @@ from ...interface.labels import NONE, Labels
 from ...model_files.model_version import UNKNOWN, ModelVersion
 from ..accounts.limits import LimitStatus
 from ..accounts.money import FREE, Price
+from ..proof.answers import Asked, Said
 from .count_audit import BILLED_BELOW_RECEIVED, CountAudit
 from .lease_owner import LeaseOwner
 from .settlement import Settlement, Status
@@ -36,8 +38,8 @@ class Reservation(Struct, frozen=True, kw_only=True):
     ``pays_tokens`` is False if provisioned time is billed instead, so that tokens cost nothing extra. ``request_id`` is
     the server's own, unique for ever (1 to 256 bytes), and not an id chosen by callers. ``background`` requests have
     the prices of batches. ``model`` is the one that
-    answers, ``labels`` is what the caller says about the request. ``limited_user`` is the end user whose limits apply:
-    as the caller says, if it may name end users.
+    answers, ``labels`` is what the caller says about the request, ``asked`` is kept to repeat and prove the answer.
+    ``limited_user`` is the end user whose limits apply: as the caller says, if it may name end users.
     """
 
     request_id: str
@@ -56,6 +58,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     model: ModelVersion = UNKNOWN
     labels: Labels = NONE
     limited_user: str = ""
+    asked: Asked | None = None
 
 
 class Began(Struct, frozen=True):
@@ -82,6 +85,7 @@ class Lease:
     It is a context manager: leaving the block always settles. ``slot`` is reserved for it in the owner's progress file.
     ``limits`` has, for each kind, the strictest limit right after the admission (for ``x-ratelimit-*`` headers).
     ``within_reserve`` says that the reservation's bucket had room (True without a bucket). ``price`` is its row's.
+    ``proof_key`` is the key of the request's hashes, None if its answer is not hashed.
     """
 
     def __init__(
@@ -95,12 +99,14 @@ class Lease:
         limits: tuple[LimitStatus, ...],
         within_reserve: bool,
         price: Price = FREE,
+        proof_key: bytes | None = None,
     ) -> None:
         self.reservation = reservation
         self.began = began
         self.limits = limits
         self.within_reserve = within_reserve
         self.price = price
+        self.proof_key = proof_key
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
@@ -162,17 +168,19 @@ class Lease:
         finish_reason: str | None = None,
         status: Literal["ok", "error", "aborted"] = "ok",
         drafts: tuple[int, int] = (0, 0),
+        said: list[Said] | None = None,
     ) -> None:
         """Close the row with exact token counts; None uses the count so far. Only the first call has an effect.
 
-        ``drafts`` are the numbers of tokens drafted and accepted, which are recorded but cost nothing. A successful
+        ``drafts`` are the numbers of tokens drafted and accepted, which are recorded but cost nothing. ``said`` are the
+        hashes of a whole answer. A successful
         request bills its prompt even if nothing was counted (embeddings). Store failures are never raised: a settlement
         that the store cannot take is spooled.
         """
         with self._lock:
             if self._settled:
                 return
-            settlement = self._settlement(prompt, cached, completion, finish_reason, status, drafts)
+            settlement = self._settlement(prompt, cached, completion, finish_reason, status, drafts, said)
             self._settled = True
             if self._held:
                 self.settlement = settlement
@@ -187,6 +195,7 @@ class Lease:
         finish_reason: str | None,
         status: Status,
         drafts: tuple[int, int],
+        said: list[Said] | None,
     ) -> Settlement:
         if prompt is None:
             prompt = self.prompt_tokens or (self.reservation.input_tokens if status == "ok" else 0)
@@ -204,6 +213,7 @@ class Lease:
             ended_ms=self.began.wall_ms + int((self._ledger.monotonic() - self.began.monotonic) * 1000),
             drafts=drafts[0],
             accepted_drafts=drafts[1],
+            output=None if said is None else msgspec.json.encode(said).decode(),
         )
 
     def _at_least_received(self, completion: int) -> int:

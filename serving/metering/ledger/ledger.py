@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 from sqlalchemy.exc import IntegrityError
@@ -25,6 +26,8 @@ from ..accounts.monotonic_clock import MonotonicClock, since_boot
 from ..accounts.prices import Prices, price_names
 from ..accounts.windows import Amounts
 from ..proof import chain
+from ..proof.answers import proof_of, request_key
+from ..proof.keys import keys_of
 from ..store.checks import reason
 from ..store.group_commit import GroupCommit
 from ..store.staleness import StalenessDetector
@@ -115,6 +118,7 @@ class Ledger:
         self._owner: LeaseOwner | None = None
         self._open: dict[str, Lease] = {}
         self._spool_is_full = False
+        self._hashing: bytes | None = None
         self._unspooled: list[tuple[LeaseOwner, int | None, Settlement]] = []
         self.on_outage: Callable[[], object] = lambda: None
         self._away_since: float | None = None
@@ -155,6 +159,7 @@ class Ledger:
             raise
         price = price if reservation.pays_tokens else FREE
         row = _row(reservation, owner.name, began.wall_ms, price)
+        key = self._prove(reservation, row)
         try:
             slot = owner.progress.hold()
         except OSError as error:  # nothing has been admitted
@@ -183,9 +188,21 @@ class Ledger:
             limits=admitted.limits,
             within_reserve=admitted.within_reserve,
             price=price,
+            proof_key=key,
         )
         self._open[reservation.request_id] = lease
         return lease
+
+    def _prove(self, reservation: Reservation, row: dict[str, object]) -> bytes | None:
+        """Add to ``row`` what repeats and proves the answer, and return the key of its hashes. Raises
+        ``Unavailable``."""
+        if reservation.asked is None:
+            return None
+        if self._hashing is None:
+            self._hashing = keys_of(self.store).hashing
+        key = request_key(self._hashing, reservation.request_id)
+        row["proof"] = msgspec.structs.asdict(proof_of(reservation.asked, key))
+        return key
 
     def check(
         self,
@@ -631,4 +648,5 @@ def _row(reservation: Reservation, owner: str, started_ms: int, price: Price) ->
         "client_request_id": reservation.labels.client_request_id or None,
         "tags": reservation.labels.tags or None,
         "limited_user": reservation.limited_user or None,
+        "proof": None,
     }

@@ -33,7 +33,8 @@ class Settlement(Struct, frozen=True, kw_only=True):
     """The usage of a request.
 
     ``prompt`` includes ``cached``. With a ``nonce``, it applies only to a row that was written with that nonce.
-    ``drafts`` are draft tokens, ``accepted_drafts`` of which are in the completion; they are not billed.
+    ``drafts`` are draft tokens, ``accepted_drafts`` of which are in the completion; they are not billed. ``output`` has
+    the hashes of the answer (``proof.answers``), in JSON.
     """
 
     request_id: str
@@ -46,9 +47,10 @@ class Settlement(Struct, frozen=True, kw_only=True):
     nonce: str | None = None
     drafts: int = 0
     accepted_drafts: int = 0
+    output: str | None = None
 
 
-_SETTLED_BY = tuple(column.name for column in ledger.c if column.name != "tags")  # which may be ten kilobytes
+_SETTLED_BY = tuple(column.name for column in ledger.c if column.name not in ("tags", "proof"))  # which may be long
 LEDGER_FIRST: dict[str, tuple[Query, ...]] = {
     "sqlite": (),  # where one transaction writes at a time
     # the planner knows nothing of a young ledger, and would read all of it to find a few rows
@@ -177,6 +179,7 @@ def _closing(settlement: Settlement, found: dict[str, Any]) -> tuple[dict[str, A
         "finish_reason": settlement.finish_reason,
         "status": settlement.status,
         "bucket_milli": used_milli if found["bucket_milli"] else 0,
+        "output": settlement.output,
         "chained": None,  # it is linked, or linked anew, by the next upkeep
     }
     change = Amounts(

@@ -118,6 +118,8 @@ ledger = sa.Table(
     sa.Column("client_request_id", sa.String(256)),
     sa.Column("tags", sa.JSON(none_as_null=True)),
     sa.Column("limited_user", sa.String(256)),  # the end user, where a trusted caller named it: limits count by it
+    sa.Column("proof", sa.JSON(none_as_null=True)),  # ``metering.proof.answers.Proof``
+    sa.Column("output", sa.Text),  # JSON of a ``Said`` for each choice
     sa.Column("chained", sa.BigInteger),  # its newest link; null until it has one, and since it changed
     sa.Index("ledger_by_time", "started_ms", "request_id"),
     sa.Index("ledger_by_key", "key_id", "charged_at"),

@@ -1,4 +1,4 @@
-"""The hash chain of the ledger."""
+"""The hash chain of the ledger, and what repeats and proves an answer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _WAITING = sa.text("status <> 'open' AND chained IS NULL")
 
 
 def upgrade() -> None:
+    op.add_column("ledger", sa.Column("proof", sa.JSON(none_as_null=True)))
+    op.add_column("ledger", sa.Column("output", sa.Text))
     op.add_column("ledger", sa.Column("chained", sa.BigInteger))
     op.create_index("ledger_unchained", "ledger", ["request_id"], sqlite_where=_WAITING, postgresql_where=_WAITING)
     op.create_table(
@@ -34,4 +36,5 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.drop_table("ledger_links")
     op.drop_index("ledger_unchained", "ledger")
-    op.drop_column("ledger", "chained")
+    for name in ("chained", "output", "proof"):
+        op.drop_column("ledger", name)
