@@ -47,6 +47,7 @@ COMMANDS = {  # the module of each, and its name in there where that is another
     "ledger": "accounts.ledger:ledger",
     "replay": "accounts.replay:replay",
     "verify": "accounts.replay:verify",
+    "receipt": "accounts.receipt:receipt",
     "batch": "batch.command:batch",
     "bench": "bench",
     "doctor": "doctor",

@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import msgspec
@@ -14,11 +14,12 @@ import msgspec
 from mlflow_llm import __version__
 
 from ..dialects import Head, InferenceRoute, StreamEncoder
-from ..interface.errors import InvalidField, ServingError
+from ..interface.errors import Conflict, InvalidField, NotFound, ServingError, Unavailable
 from ..interface.logits_size import logits_size
 from ..interface.reply import Piece, Reply
 from ..interface.request import RawRequest, ValidRequest
 from ..metering.proof.answers import Asked, OutputHashes, asked_of, body_digest
+from ..metering.proof.receipts import encode, receipt_of
 from ..modes import Admission, Target
 from ..routing.served_endpoints import ServedEntity
 from ..tasks.input_guard import guarded
@@ -42,6 +43,8 @@ from .streams.token_writer import token_writer
 from .worker_state import WorkerState
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+RECEIPT_HEADER = "x-mlflow-llm-receipt"
+RECEIPT_PATH = "/api/2.0/receipts"
 COMPUTED = ("backend", "device", "dtype", "quantization", "kernels", "instruction_set", "kv_cache_dtype", "threads")
 """Facts about an engine that can change the last bits of its results (``docs/determinism.md``)."""
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -59,6 +62,7 @@ def invoke(server: WorkerState, request: Request) -> Answer:
 
 def _invoked(server: WorkerState, request: Request) -> Answer:
     server.load_shedder.check_open()
+    wants_receipt = _wants_receipt(server, request)
     known = candidates(server.endpoints.seen_by(request.caller), request)
     check_limits(server, request, known, _inference(request).task)
     with server.memory.allocate(request.payer(server)) as allocation:
@@ -72,6 +76,8 @@ def _invoked(server: WorkerState, request: Request) -> Answer:
             source, pull, pieces = _start(server, entity, valid, request, held)
             for copy in copies:
                 server.shadows.put(copy)
+            if wants_receipt:  # a stream's headers are sent before it is settled
+                request.record.headers[RECEIPT_HEADER] = f"{RECEIPT_PATH}/{valid.request_id}"
             if valid.stream:
                 encoder = request.dialect.stream(valid, echoed)
                 tokens = token_writer(source, encoder, request.record, request.sock)
@@ -80,8 +86,29 @@ def _invoked(server: WorkerState, request: Request) -> Answer:
                 )
                 return _streamed(Stream(encoder, pieces, request.record, held.pop_all(), tokens, patience), encoder)
             reply = generate.gather(pieces)
+            if wants_receipt:
+                _add_receipt(server, request, valid)
         size = reply.size + len(echoed) + (fixed_size(valid, 0) if valid.scoring is not None else 0)
         return server.offload(size, _whole, request, valid, echoed, reply)
+
+
+def _wants_receipt(server: WorkerState, request: Request) -> bool:
+    """Return whether the reply is to have a signed receipt. Raises ``InvalidField``."""
+    given = request.headers.get(RECEIPT_HEADER)
+    if given is None or given == "false":
+        return False
+    if given != "true":
+        raise InvalidField(RECEIPT_HEADER, given, "true or false")
+    if server.ledger is None:
+        raise InvalidField(RECEIPT_HEADER, given, "false on a server without --database, which signs no receipts")
+    return True
+
+
+def _add_receipt(server: WorkerState, request: Request, valid: ValidRequest) -> None:
+    """Put the receipt into the reply's header; where the store does not have the settlement yet, the path stays."""
+    assert server.ledger is not None
+    with suppress(Conflict, NotFound, Unavailable):
+        request.record.headers[RECEIPT_HEADER] = encode(receipt_of(server.ledger.store, valid.request_id))
 
 
 def _accept(

@@ -17,6 +17,7 @@ from .management import (
     lora_adapters,
     payloads,
     prompts,
+    receipts,
     recent_requests,
     usage,
 )
@@ -57,6 +58,7 @@ ROUTES = documented(
         *usage.ROUTES,
         *recent_requests.ROUTES,
         *payloads.ROUTES,
+        *receipts.ROUTES,
         *caller_account.ROUTES,
         *prompts.ROUTES,
         *bundle_routes.ROUTES,

@@ -21,7 +21,7 @@ from mlflow_llm.flavors import llm
 from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.metering import Store
 from mlflow_llm.serving.metering.proof.recorded import request_of
-from mlflow_llm.serving.metering.store.tables import payloads
+from mlflow_llm.serving.metering.store.tables import ledger, payloads
 
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a lighthouse."}], "max_tokens": 40}
 SAMPLED = {**CHAT, "temperature": 1.3, "top_p": 0.95}
@@ -95,9 +95,9 @@ def test_a_body_is_taken_from_the_payload_log(place: Place) -> None:
     """Without --prompt, the body is that of the payload log; one that was redacted there is not the request's."""
     reply = place.ask("/v1/chat/completions", SAMPLED)
     store = Store(place.database)
-    logged = dict.fromkeys(("endpoint", "entity", "tenant", "key_id", "codes"), "") | dict.fromkeys(
-        ("status_code", "started_ms", "duration_ms", "sample", "size", "expires_ms"), 0
-    )
+    texts = ("endpoint", "entity", "tenant", "key_id", "codes")
+    numbers = ("status_code", "started_ms", "duration_ms", "sample", "size", "expires_ms")
+    logged = dict.fromkeys(texts, "") | dict.fromkeys(numbers, 0)
     row = sa.insert(payloads).values(logged | {"request_id": request_of(reply["id"]), "request": json.dumps(SAMPLED)})
     store.write(lambda connection: connection.execute(row))
     again = place.run("replay", reply["id"], "--url", place.url)
@@ -170,3 +170,7 @@ def test_what_cannot_be_repeated_is_told(place: Place) -> None:
     assert place.run("verify", message["id"], "--text", "-", text=text).exit_code == 0
     nothing = place.run("replay", formed["id"], "--url", place.url)
     assert "the payload log does not have the request" in nothing.stderr
+    store, row = Store(place.database), ledger.c.request_id == request_of(formed["id"])
+    store.write(lambda connection: connection.execute(sa.update(ledger).where(row).values(content_hash="f00")))
+    store.close()
+    assert "assistant is answered by another version now" in place.replay(formed["id"], body).stderr

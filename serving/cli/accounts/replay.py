@@ -107,11 +107,11 @@ def _check_model(client: Client, past: Recorded) -> None:
         served = {model["id"]: model for model in client.get("/v1/models")["data"]}
     if past.endpoint not in served:
         raise click.ClickException(f"the server has no endpoint {past.endpoint} by now")
-    name = past.entity if past.entity in served else past.endpoint
-    now = served[name].get("content_hash")
-    if now is not None and past.content_hash is not None and now != past.content_hash:
+    now = [model.get("content_hash") for model in served[past.endpoint].get("served_models", ())]
+    if past.content_hash is not None and now and None not in now and past.content_hash not in now:
+        shown = ", ".join(str(one)[:12] for one in now)
         raise click.ClickException(
-            f"the answer was by {past.model}; {name} is answered by another version now ({now[:12]}). "
+            f"the answer was by {past.model}; {past.endpoint} is answered by another version now ({shown}). "
             "Serve that version, and name its server with --url"
         )
 

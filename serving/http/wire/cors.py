@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ...frontend.answer import Answer
+from ...frontend.invoke import RECEIPT_HEADER
 from ...frontend.limits.rate_limit_headers import NOUNS
 from ...interface.errors import MethodNotAllowed, PermissionDenied
 from ...observability.access_record import REQUEST_ID
@@ -24,6 +25,7 @@ EXPOSED = ", ".join(
         REQUEST_ID,
         "request-id",
         "served-model-name",
+        RECEIPT_HEADER,
         "Retry-After",
         "x-should-retry",
         "WWW-Authenticate",
