@@ -9,6 +9,7 @@ from ..interface.request import ValidRequest
 from ..metering.accounts.keys import Caller
 from ..metering.accounts.limits import SHADOW
 from ..metering.ledger.ledger import Ledger
+from ..metering.proof.answers import Asked
 from .base import Admission, ModeProfile, Target, reservation_of
 
 PROFILE = ModeProfile(name=SHADOW, accepts_n=True, accepts_error_behavior=True)
@@ -26,7 +27,14 @@ class Shadowing:
     def profile(self) -> ModeProfile:
         return PROFILE
 
-    def admit(self, valid: ValidRequest, caller: Caller, target: Target, labels: Labels = NONE) -> Admission:
-        reservation = reservation_of(valid, CALLER, target, SHADOW, labels)
+    def admit(
+        self,
+        valid: ValidRequest,
+        caller: Caller,
+        target: Target,
+        labels: Labels = NONE,
+        asked: Asked | None = None,
+    ) -> Admission:
+        reservation = reservation_of(valid, CALLER, target, SHADOW, labels, asked=asked)
         free = msgspec.structs.replace(reservation, mode=SHADOW, background=False, pays_tokens=False)
         return Admission(self._ledger.reserve(free), valid)
