@@ -58,6 +58,7 @@ OPTION_KEYS = (
     "trace_sample",
     "trace_experiment",
     "webhook_urls",
+    "budget_alert_at",
     "webhook_secret_file",
     "jwt_jwks",
     "jwt_issuer",

@@ -25,6 +25,7 @@ import msgspec
 from ..endpoints.config import EntityConfig, ModelSource
 from ..endpoints.store import EndpointStore
 from ..interface.errors import PackagingError, ServingError
+from ..metering.accounts.budget_alerts import BudgetAlerts
 from ..metering.accounts.keys import Keys
 from ..metering.ledger.store_clock import StoreClock
 from ..metering.store.checks import NoStore
@@ -107,6 +108,7 @@ def main(argv: list[str]) -> int:
         fleet=fleet,
         follower=follower,
         webhooks=None if secret is None else WebhookSender(outbox, secret),
+        budget_alerts=BudgetAlerts(store, outbox, spec.settings.alert_shares),
         canary_counts=CanaryCounts(Path(os.environ[METRICS]) if METRICS in os.environ else None),
         say=say,
         over=over,

@@ -23,6 +23,7 @@ from ..endpoints.store import EndpointState, EndpointStore
 from ..interface.canary import EntityCounts
 from ..interface.errors import NotFound, PackagingError, ServingError
 from ..metering.accounts.audit import Actor
+from ..metering.accounts.budget_alerts import BudgetAlerts
 from ..model_files import downloads
 from ..supervision.supervisor import EngineStatus, Supervisor
 from ..system.load_steps import LoadStep
@@ -66,6 +67,7 @@ class Reconciler:
         follower: AliasFollower | None = None,
         canary_counts: CanaryCounts | None = None,
         webhooks: WebhookSender | None = None,
+        budget_alerts: BudgetAlerts | None = None,
         say: Say = lambda stage, **fields: None,
         over: threading.Event | None = None,
     ) -> None:
@@ -78,7 +80,7 @@ class Reconciler:
         self._find, self._say = find, say
         self._memory = memory or EngineMemory()
         self._fleet = fleet or Fleet(endpoints, name="this server")
-        self._webhooks = webhooks
+        self._webhooks, self._budget_alerts = webhooks, budget_alerts
         self._follower, self._canary_counts = follower, canary_counts or CanaryCounts(None)
         self._engines = EngineRecords()
         self._over = over or threading.Event()
@@ -191,6 +193,8 @@ class Reconciler:
             self._fleet.tick(states.values(), self._reports(states, loaded), serving=self._serving)
             if self._follower is not None:
                 self._follower.tick(states.values(), self._fleet.fence)
+            if self._budget_alerts is not None:
+                self._budget_alerts.tick(self._fleet.fence is not None)
             if self._webhooks is not None:
                 self._webhooks.tick(self._fleet.fence)
         except (ServingError, OSError) as error:

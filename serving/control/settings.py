@@ -21,6 +21,7 @@ from .listen_settings import ListenSettings, is_loopback
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
 HEADER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$"
 MODELS = "models:/"
+MAX_SHARES = 10
 MAX_URL = 1024  # characters of a webhook's URL
 Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name of a claim")]
 NAME_PATTERN = rf"^({NAME.pattern})$"
@@ -82,6 +83,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         state_dir: directory for what the ledger has not written to the database yet. None is the user's own.
         webhook_urls: URLs that are told of rollouts, separated by commas. Empty tells nobody.
         webhook_secret_file: file, readable by its owner only, with the secret that signs what they are sent.
+        budget_alert_at: shares of budgets, separated by commas, at which webhooks are told, such as ``0.5,0.8,1``; each
+            once a day, month or budget.
         page: serve the page under ``/``.
         log_level: the least severe level that is logged.
         log_file: file to which the log is appended as JSON, besides standard error.
@@ -137,6 +140,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     state_dir: str | None = None
     webhook_urls: str = ""
     webhook_secret_file: str | None = None
+    budget_alert_at: str = ""
     page: bool = True
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_file: str | None = None
@@ -175,7 +179,25 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         """The entries of ``webhook_urls``, each once."""
         return tuple(dict.fromkeys(url.strip() for url in self.webhook_urls.split(",") if url.strip()))
 
+    @property
+    def alert_shares(self) -> tuple[float, ...]:
+        """The entries of ``budget_alert_at``. Raises ``InvalidField``."""
+        allowed = "shares from 0.001 to 10, separated by commas, such as 0.5,0.8,1"
+        try:
+            found = tuple(float(share) for share in self.budget_alert_at.split(",") if share.strip())
+        except ValueError:
+            raise InvalidField("budget_alert_at", self.budget_alert_at, allowed) from None
+        if not all(0.001 <= share <= 10 for share in found) or len(found) > MAX_SHARES:
+            raise InvalidField("budget_alert_at", self.budget_alert_at, f"at most {MAX_SHARES} {allowed}")
+        return found
+
     def _check_webhooks(self) -> None:
+        if self.alert_shares and not self.webhooks:
+            raise InvalidField("budget_alert_at", self.budget_alert_at, "none without webhook_urls")
+        if self.alert_shares and self.database is None:
+            raise InvalidField(
+                "budget_alert_at", self.budget_alert_at, "none without --database, which has the budgets"
+            )
         for url in self.webhooks:
             try:
                 place = urlsplit(url)

@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "engine_memory_budget", "scale_to_zero_after", "engine_timeout", "prefix_sharing", "adapter_sources",
     ),
     "Logs and traces": ("log_level", "log_file", "trace_sample", "trace_content", "trace_experiment", "webhook_urls",
-        "webhook_secret_file"),
+        "webhook_secret_file", "budget_alert_at"),
     "MindIE and images": NAMES,
 }  # fmt: skip
 OTHERS = "Other options"

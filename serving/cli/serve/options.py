@@ -224,6 +224,11 @@ _OPTIONS = (
         help="URLs that are told of rollouts, separated by commas; with --webhook-secret-file.",
     ),
     option(
+        "--budget-alert-at",
+        default=DEFAULTS.budget_alert_at,
+        help="Shares of budgets at which webhooks are told, such as 0.5,0.8,1.",
+    ),
+    option(
         "--webhook-secret-file",
         type=click.Path(),
         help="File, mode 0600, with the secret that signs what webhooks are sent.",

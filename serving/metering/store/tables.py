@@ -301,6 +301,18 @@ webhook_deliveries = sa.Table(  # events on their way to webhooks; a delivery th
     sa.Index("webhook_deliveries_by_time", "due_ms"),
 )
 
+budget_alerts = sa.Table(  # the shares of budgets that webhooks were told of, in each period
+    "budget_alerts",
+    metadata,
+    sa.Column("scope", sa.String(16), primary_key=True),
+    sa.Column("subject", sa.String(512), primary_key=True),
+    sa.Column("kind", sa.String(32), primary_key=True),
+    sa.Column("period", sa.BigInteger, primary_key=True),
+    sa.Column("value", sa.BigInteger, primary_key=True),
+    sa.Column("share_milli", sa.BigInteger, primary_key=True),
+    sa.Column("at_ms", sa.BigInteger, nullable=False),
+)
+
 followed_aliases = sa.Table(  # the version that an alias meant when it was last looked at, and acted upon
     "followed_aliases",
     metadata,

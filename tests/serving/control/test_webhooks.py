@@ -25,6 +25,7 @@ from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import InvalidField, PackagingError
 from mlflow_llm.serving.metering import Store
+from mlflow_llm.serving.metering.accounts.audit import Actor
 from mlflow_llm.serving.metering.store.outbox import MAX_WAITING, EventOutbox
 from mlflow_llm.serving.metering.store.tables import webhook_deliveries
 
@@ -134,7 +135,7 @@ def test_the_rollouts_of_an_endpoint_are_told(anywhere: Place) -> None:
     place.endpoints.create({"name": "chat", "config": CONFIG})
     place.run()
     place.endpoints.mark_ready("chat", 1)
-    place.endpoints.update_config("chat", CONFIG)
+    place.endpoints.update_config("chat", CONFIG, by=Actor(name="key-1", via="http"))
     place.run()
     place.endpoints.mark_failed("chat", 2, "no memory")
     place.run()
@@ -151,10 +152,10 @@ def test_the_rollouts_of_an_endpoint_are_told(anywhere: Place) -> None:
     assert data == {
         "endpoint": "chat",
         "config_version": 2,
-        "by": "",
+        "by": "key-1",
         "message": "no memory",
         "served_entities": [entity],
-    } | {"by": data["by"]}
+    }
     assert place.waiting == 0
 
 

@@ -1,5 +1,5 @@
-"""The version that a followed alias meant when it was last acted upon, when a config became the active one, and events
-on their way to webhooks."""
+"""The version that a followed alias meant when it was last acted upon, when a config became the active one, events
+on their way to webhooks, and the shares of budgets that they were told of."""
 
 from __future__ import annotations
 
@@ -31,9 +31,20 @@ def upgrade() -> None:
         sa.Column("due_ms", sa.BigInteger, nullable=False),
         sa.Index("webhook_deliveries_by_time", "due_ms"),
     )
+    op.create_table(
+        "budget_alerts",
+        sa.Column("scope", sa.String(16), primary_key=True),
+        sa.Column("subject", sa.String(512), primary_key=True),
+        sa.Column("kind", sa.String(32), primary_key=True),
+        sa.Column("period", sa.BigInteger, primary_key=True),
+        sa.Column("value", sa.BigInteger, primary_key=True),
+        sa.Column("share_milli", sa.BigInteger, primary_key=True),
+        sa.Column("at_ms", sa.BigInteger, nullable=False),
+    )
 
 
 def downgrade() -> None:
+    op.drop_table("budget_alerts")
     op.drop_table("webhook_deliveries")
     op.drop_table("followed_aliases")
     op.drop_column("endpoint_configs", "served_ms")
