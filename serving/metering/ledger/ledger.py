@@ -54,7 +54,7 @@ ORPHAN_SECONDS = 30
 PRUNE_SECONDS = 60
 """How long after one removal of old windows of end users upkeep waits with the next."""
 MAX_TOKENS = 2**40
-MAX_CHAIN_BATCHES = 25
+MAX_CHAIN_BATCHES = 50
 """At most so many batches of links a round of upkeep, which has other work too."""
 
 

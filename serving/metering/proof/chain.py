@@ -23,8 +23,8 @@ from ..store.tables import ledger, links
 from .canonical import digest, row_hash
 from .keys import ProofKeys, make_keys
 
-BATCH_ROWS = 200
-"""Rows a transaction: a few milliseconds of the store's write lock."""
+BATCH_ROWS = 100
+"""Rows a transaction: some ten milliseconds of the store's write lock."""
 TIMEOUT = 2.0
 GENESIS = "0" * 64
 """What the first link has as the hash of the one before."""

@@ -25,6 +25,8 @@ from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering import Keys, Limits, Price, Prices, Store, Usage, UsageFilter, UsageRow
 from mlflow_llm.serving.metering.accounts.limits import check_integrity
 from mlflow_llm.serving.metering.accounts.money import cost
+from mlflow_llm.serving.metering.proof.chain import extend
+from mlflow_llm.serving.metering.proof.chain_check import check
 from mlflow_llm.serving.metering.store.tables import ledger
 
 pytestmark = pytest.mark.timeout(1800)  # the load is the same on a machine that has other things to do
@@ -241,6 +243,14 @@ def test_money_is_exact(outcome: Outcome) -> None:
         assert price == (PRICE if row.mode == "pay_per_token" else Price()), row
         tokens = {"prompt": row.prompt_tokens, "cached": row.cached_tokens, "completion": row.completion_tokens}
         assert row.cost == cost(price, **tokens), row
+
+
+def test_every_row_is_in_the_chain(outcome: Outcome) -> None:
+    """However often workers were killed while they linked rows, each row has its link, and the chain is whole."""
+    while extend(outcome.store, 0, wait=True):
+        pass
+    report = check(outcome.store)
+    assert (report.rows, report.waiting, report.problems) == (len(outcome.rows), 0, [])
 
 
 def test_no_limit_is_exceeded(outcome: Outcome) -> None:

@@ -18,6 +18,7 @@ from server_calls import BODY, asking, health, lines, until
 from serving_process import Running, running
 
 from mlflow_llm.serving.metering import Limits, Store, Usage, UsageFilter
+from mlflow_llm.serving.metering.proof.recorded import recorded
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,21 @@ def test_whole_and_streamed_replies_are_settled(metered: Running, store: Store) 
     assert sorted((r.prompt_tokens, r.completion_tokens) for r in found) == sorted(
         (usage["prompt_tokens"], usage["completion_tokens"]) for usage in reported
     )
+
+
+def test_rows_recognise_streamed_and_whole_answers(metered: Running, store: Store) -> None:
+    """A row has the hash of its answer, whether its tokens were written one by one or the reply was whole."""
+    before = set(rows(store))
+    with asking(metered, BODY | {"max_tokens": 30}) as answer:
+        whole = json.loads(answer.read())["choices"][0]["message"]["content"]
+    with asking(metered, BODY | {"max_tokens": 31, "stream": True}) as answer:
+        chunks = [json.loads(e[6:]) for e in answer.read().decode().split("\n\n") if e.startswith("data: {")]
+    streamed = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    texts = {30: whole, 31: streamed}
+    for row in settled(store, before):
+        past = recorded(store, row.request_id)
+        assert past.choices_with(texts[row.completion_tokens]) == [0]
+        assert past.choices_with(texts[row.completion_tokens][:-1]) == []
 
 
 def test_a_disconnect_is_settled(metered: Running, store: Store) -> None:
