@@ -25,6 +25,7 @@ COMMANDS = {  # the module of each, and its name in there where that is another
     "run": "run",
     "serve": "serve.command:serve",
     "engine": "serve.engine:engine",
+    "engines": "endpoints.engines:engines",
     "engine-key": "serve.engine:engine_key",
     "keys": "accounts.keys:keys",
     "limits": "accounts.limits:limits",

@@ -64,10 +64,10 @@ def name_of(uri: str) -> str:
 
 
 def engine_addresses(
-    given: tuple[str, ...], names: tuple[str, ...], key_file: str | None
+    given: tuple[str, ...], names: tuple[str, ...], key_file: str | None, *, has_database: bool = False
 ) -> dict[str, tuple[str, ...]]:
-    """Parse ``NAME=tcp://HOST:PORT`` as addresses by endpoint; NAME may be left out with one endpoint. Raises
-    ``UsageError``, ``PackagingError``."""
+    """Parse ``NAME=tcp://HOST:PORT`` as addresses by endpoint; NAME may be left out with one endpoint. The key is also
+    that of engines on hosts that join a database. Raises ``UsageError``, ``PackagingError``."""
     found: dict[str, tuple[str, ...]] = {}
     for one in given:
         name, equals, address = one.rpartition("=")
@@ -77,10 +77,10 @@ def engine_addresses(
         if check_address(address) in found.get(name, ()):
             raise click.UsageError(f"--engine {one}: given twice")
         found[name] = (*found.get(name, ()), address)
-    if found:
+    if found or (has_database and key_file is not None):
         read_key(key_file, "--engine-key-file, made by mlflow-llm engine-key, is needed with --engine")
     elif key_file is not None:
-        raise click.UsageError("--engine-key-file goes with --engine")
+        raise click.UsageError("--engine-key-file goes with --engine, or with --database for engines on joined hosts")
     return found
 
 

@@ -88,8 +88,10 @@ class EngineMemory:
         source = entity.model
         known = self._engines.get(key)
         if known is None:
-            known = EngineUse(name=f"{endpoint}/{entity.name}", size=0 if source.addresses else estimated_size(source))
-            if (record := self._known.get(key)) is not None and not source.addresses:
+            known = EngineUse(
+                name=f"{endpoint}/{entity.name}", size=0 if entity.is_elsewhere else estimated_size(source)
+            )
+            if (record := self._known.get(key)) is not None and not entity.is_elsewhere:
                 known.size, known.unloads = max(known.size, record.memory), record.unloads
                 known.start_seconds, known.was_loaded = record.start_seconds, not record.unloaded
         pinned = known.pinned or bool(entity.min_provisioned_throughput)

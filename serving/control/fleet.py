@@ -91,21 +91,24 @@ class Fleet:
         self._beaten_at = -BEAT_SECONDS
         self.fence: Fence | None = None
 
-    def tick(self, states: Iterable[EndpointState], reports: Reports, *, serving: bool) -> None:
+    def tick(
+        self, states: Iterable[EndpointState], reports: Reports, *, serving: bool, engines: tuple[str, ...] = ()
+    ) -> None:
         """Report what this gateway serves and, as the leader, bring the endpoints' states up to date.
 
-        Raises ``Unavailable``.
+        ``engines`` are those on joined hosts that it uses. Raises ``Unavailable``.
         """
-        changed = self._own.reports != reports or self._own.serving != serving
+        now = (reports, serving, engines)
+        changed = (self._own.reports, self._own.serving, self._own.engines) != now
         due = self._monotonic() - self._beaten_at >= BEAT_SECONDS
         if changed or due:
-            self._beat(dict(reports), serving)
+            self._beat(dict(reports), serving, engines)
         found = tuple(states)
         if self.fence is not None and (changed or due or any(one.pending_version is not None for one in found)):
             self._lead(found)
 
-    def _beat(self, reports: dict[str, EndpointReport], serving: bool) -> None:
-        own = structs.replace(self._own, serving=serving, beat=self._own.beat + 1, reports=reports)
+    def _beat(self, reports: dict[str, EndpointReport], serving: bool, engines: tuple[str, ...]) -> None:
+        own = structs.replace(self._own, serving=serving, beat=self._own.beat + 1, reports=reports, engines=engines)
         if self._monotonic() - self._beaten_at > SILENT_SECONDS:  # this gateway could not look: that is no silence
             self._leases.observe({})
             self._beats.observe({})

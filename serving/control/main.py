@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     outbox = EventOutbox(store, spec.settings.webhooks)
     endpoints = EndpointStore(store, locate=_locate_nothing, outbox=outbox)
     resolver_pool = ResolverPool(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
-    found = functools.partial(with_files, find=resolver_pool)
+    found = functools.partial(with_files, find=resolver_pool, key_file=spec.settings.engine_key_file)
     autoscaler = Autoscaler.of(spec.settings, store)
     memory = EngineMemory(spec.settings.engine_memory_budget, known=plan_directory.engines().engines)
     fleet = Fleet(

@@ -11,11 +11,13 @@ import msgspec
 
 from ..dialects.fields.defaults import check_defaults, request_defaults
 from ..endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
+from ..endpoints.config_body import check_placement
 from ..interface.bundle import Bundle
 from ..interface.errors import InvalidField, PackagingError
 from ..model_files import downloads
 from ..model_files.model_uri import parse
 from .mlflow_resolver import ResolvedModel, resolve, with_drafts
+from .settings import NO_HOSTS
 from .spec import EndpointSpec
 
 logger = logging.getLogger(__name__)
@@ -32,29 +34,36 @@ def locate(
     overrides: dict[str, Any],
     *,
     metered: bool = True,
+    has_hosts: bool = True,
     find: Callable[..., tuple[ResolvedModel, ...]] | None = None,
 ) -> tuple[ModelSource, ...]:
     """Find the models of ``entities``. This takes seconds and runs in a separate process.
 
     ``overrides`` are the server's engine settings, for models that have a use for them. ``metered`` says that there is
-    a ledger; without one, no throughput can be reserved. ``find`` is ``mlflow_resolver.resolve`` or a ``ResolverPool``,
+    a ledger; without one, no throughput can be reserved. ``has_hosts`` says that engines may be placed on joined hosts;
+    of models that are, no weights are fetched. ``find`` is ``mlflow_resolver.resolve`` or a ``ResolverPool``,
     which limits the lookups. Raises ``NotFound`` for a model that the registry does not have, and ``InvalidField``,
     with its path in the config, for one that cannot be served.
     """
     for place, entity in enumerate(entities):
         check_defaults(entity.defaults, f"served_entities[{place}].defaults")
+        if entity.is_hosted and not has_hosts:
+            raise InvalidField(f"served_entities[{place}].placement", "hosts", f"'local' {NO_HOSTS}")
         if entity.provisioned and not metered:
             field, given = entity.reserve
             raise InvalidField(
                 f"served_entities[{place}].{field}", given, "none on a server started without --database"
             )
     try:
-        found = (find or resolve)(tuple(entity.uri for entity in entities))
+        found = _found(entities, find or resolve)
         for model in found:
             if unused := model.unused(overrides):
                 logger.info("%s", not_applied(model.uri, unused))
         settings = [model.settings(overrides, e.engine_settings) for model, e in zip(found, entities, strict=True)]
-        bundles = with_drafts([model.bundle for model in found], settings, find or resolve)
+        bundles = [
+            model.bundle if entity.is_hosted else with_drafts([model.bundle], [engine], find or resolve)[0]
+            for model, engine, entity in zip(found, settings, entities, strict=True)
+        ]
     except PackagingError as error:
         raise InvalidField(
             "served_entities", [entity.uri for entity in entities], f"models that can be served: {error}"
@@ -70,22 +79,46 @@ def locate(
     )
 
 
-def with_files(entity: EntityConfig, *, find: Callable[..., tuple[ResolvedModel, ...]] | None = None) -> EntityConfig:
+def _found(
+    entities: tuple[EntityConfig, ...], find: Callable[..., tuple[ResolvedModel, ...]]
+) -> tuple[ResolvedModel, ...]:
+    """Return the models of ``entities``, without the weights of those whose engines run on joined hosts."""
+    texts = tuple(dict.fromkeys(entity.uri for entity in entities if entity.is_hosted))
+    if not texts:
+        return find(tuple(entity.uri for entity in entities))
+    uris = tuple(dict.fromkeys(entity.uri for entity in entities if not entity.is_hosted))
+    found = find(uris, texts=texts)
+    here, elsewhere = dict(zip(uris, found, strict=False)), dict(zip(texts, found[len(uris) :], strict=True))
+    return tuple((elsewhere if entity.is_hosted else here)[entity.uri] for entity in entities)
+
+
+def with_files(
+    entity: EntityConfig,
+    *,
+    find: Callable[..., tuple[ResolvedModel, ...]] | None = None,
+    key_file: str | None = None,
+) -> EntityConfig:
     """Return ``entity`` with its model's files on this machine; files that are gone are fetched again.
 
     Those that are in the cache of downloads are held until ``downloads.keep_only`` drops them.
 
-    ``find`` is the same as in ``locate``. Raises ``PackagingError``, ``NotFound``.
+    ``find`` is the same as in ``locate``; ``key_file`` has the key of engines on joined hosts, which need no weights
+    here. Raises ``PackagingError``, ``NotFound``.
     """
     source = entity.model
+    if entity.is_hosted:
+        if key_file is None:
+            raise PackagingError("engines on joined hosts need their key: this server has no --engine-key-file")
+        source = msgspec.structs.replace(source, key_file=key_file)
+        entity = msgspec.structs.replace(entity, source=source)
     if _is_here(source.bundle):
         return entity
     uris = (source.uri,)
     look = find or resolve
-    (found,) = look((), texts=uris) if source.addresses else look(uris)
+    (found,) = look((), texts=uris) if entity.is_elsewhere else look(uris)
     if found.bundle.content_hash != source.bundle.content_hash:
         raise PackagingError(f"{source.uri} is not the model that was configured: its content has changed")
-    bundle = found.bundle if source.addresses else with_drafts([found.bundle], [source.engine], look)[0]
+    bundle = found.bundle if entity.is_elsewhere else with_drafts([found.bundle], [source.engine], look)[0]
     if not _is_here(bundle):
         raise PackagingError(f"{source.uri}: its files were removed from the cache right after the download")
     return msgspec.structs.replace(entity, source=msgspec.structs.replace(source, bundle=bundle))
@@ -120,7 +153,13 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         scale_to_zero_enabled=spec.scale_to_zero_enabled,
         follow_alias=spec.follow_alias,
         canary=spec.canary,
+        placement=spec.placement,
+        replicas=spec.replicas,
     )
+    try:
+        check_placement(entity, spec.name)
+    except InvalidField as error:
+        raise PackagingError(str(error)) from None
     route = Route(served_model_name=spec.entity, traffic_percentage=100)
     return EndpointConfig(
         served_entities=(entity,),

@@ -29,11 +29,13 @@ from ..supervision.supervisor import EngineStatus, Supervisor
 from ..system.load_steps import LoadStep
 from .adapters import EngineAdapters, Loaded, adapter_reports
 from .autoscaler import Autoscaler
-from .deployed import DeployedEndpoint
+from .deployed import DeployedEndpoint, DeployedEntity
 from .engine_memory import EngineMemory
 from .fleet import Fleet
 from .following.counts import CanaryCounts
 from .following.follower import AliasFollower
+from .hosts.hosted_engines import HostedEngines
+from .hosts.placer import Placer
 from .plan import EngineRecords, Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
 from .rollout import Rollout
 from .webhooks import WebhookSender
@@ -82,6 +84,7 @@ class Reconciler:
         self._fleet = fleet or Fleet(endpoints, name="this server")
         self._webhooks, self._budget_alerts = webhooks, budget_alerts
         self._follower, self._canary_counts = follower, canary_counts or CanaryCounts(None)
+        self._hosted, self._placer = HostedEngines(endpoints.hosts), Placer(endpoints)
         self._engines = EngineRecords()
         self._over = over or threading.Event()
         self._plan = plan_directory.read()  # of a controller process that was killed: valid until we know better
@@ -184,13 +187,17 @@ class Reconciler:
             states = {state.id: state for state in self._endpoints.states()}
             self._updating = any(state.pending_version is not None for state in states.values())
             self.begin_rollouts(states)
+            self._attach_hosted()
             self._advance(states)
             loaded = self._endpoints.adapters.all()
             self._adapters.want(loaded, self._deployed.values(), self._supervisor)
             self._scale()
             self._publish(states)
             self._confirm()
-            self._fleet.tick(states.values(), self._reports(states, loaded), serving=self._serving)
+            used = self._supervisor.hosted()
+            self._fleet.tick(states.values(), self._reports(states, loaded), serving=self._serving, engines=used)
+            if self._fleet.fence is not None:
+                self._placer.tick(states.values(), self._fleet.fence)
             if self._follower is not None:
                 self._follower.tick(states.values(), self._fleet.fence)
             if self._budget_alerts is not None:
@@ -241,10 +248,20 @@ class Reconciler:
             finders=self._finders,
             preparers=self._preparers,
             memory=self._memory,
+            hosted=self._hosted,
             known={e.config.name: e.facts for e in before.entities} if before is not None else None,
         )
 
     # what is under way
+
+    def _attach_hosted(self) -> None:
+        """Attach to the engines on joined hosts where they are now. Those that have gone are kept until there are
+        others, since their hosts may only be out of reach."""
+        engines = [key for key in self._supervisor.entities() if key in self._supervisor.hosted()]
+        self._hosted.look(engines)
+        for key in engines:
+            if addresses := self._hosted.addresses(key):
+                self._supervisor.set_addresses(key, addresses)
 
     def _advance(self, states: dict[str, EndpointState]) -> None:
         for rollout in list(self.rollouts.values()):
@@ -289,8 +306,11 @@ class Reconciler:
         entities = [entity for deployed in self._deployed.values() for entity in deployed.entities]
         entities += [entity for rollout in self.rollouts.values() for entity in rollout.entities]
         self._memory.pin(entity.key for entity in entities if entity.config.min_provisioned_throughput)
+        wanted |= {e.key: self._supervisor.status(e.key).wanted for e in entities if e.config.is_hosted}
         for deployed in self._deployed.values():
             for entity in deployed.entities:
+                if entity.config.is_hosted:
+                    continue
                 status = self._supervisor.status(entity.key)
                 facts = deployed.facts.get(entity.config.name, {})
                 found = self._plan_directory.replica_requested_at(entity.key)
@@ -352,7 +372,7 @@ class Reconciler:
                     config=entity.config,
                     key=entity.key,
                     info=status.info,
-                    addresses=reachable_addresses(status, elsewhere=bool(entity.config.model.addresses)),
+                    addresses=reachable_addresses(status, elsewhere=entity.config.is_elsewhere),
                     facts=deployed.facts.get(entity.config.name, {}),
                     adapters=adapters,
                     withdrawn=withdrawn,
@@ -411,15 +431,15 @@ class Reconciler:
     def _is_ready(self, state: EndpointState) -> bool:
         """Return whether the engines of an endpoint answer, but for its shadows; a short silence is not counted."""
         deployed = self._deployed.get(state.id)
-        needed = [] if deployed is None else [one.key for one in deployed.entities if one.config.shadow is None]
+        needed = [] if deployed is None else [one for one in deployed.entities if one.config.shadow is None]
         if all(map(self._answers, needed)):
             self._unready.pop(state.id, None)
             return True  # without a deployment, a plan of an earlier controller process is served
         return time.monotonic() - self._unready.setdefault(state.id, time.monotonic()) <= UNREADY_SECONDS
 
-    def _answers(self, key: str) -> bool:
-        status = self._supervisor.status(key)
-        return bool(status.ready) or status.wanted == 0
+    def _answers(self, entity: DeployedEntity) -> bool:
+        status = self._supervisor.status(entity.key)
+        return bool(status.ready) or (status.wanted == 0 and not entity.config.is_hosted)
 
     # what is over
 
@@ -461,6 +481,6 @@ def reachable_addresses(status: EngineStatus, *, elsewhere: bool) -> tuple[str, 
     A replica that is being restarted keeps its requests. While there is another, a failed replica is left out; so is
     one ``elsewhere`` (on other hosts) that is not ready, since it is unknown whether it is being restarted.
     """
-    were_ready = [r for r in status.replicas if r.was_ready and r.index < status.wanted]
+    were_ready = [r for r in status.replicas if r.was_ready and not r.is_draining]
     well = [r for r in were_ready if r.state == "ready" or not (elsewhere or r.state == "failed")]
     return tuple(r.address for r in well or were_ready)

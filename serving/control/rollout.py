@@ -15,6 +15,7 @@ from concurrent.futures import Executor, Future
 from typing import Any, Literal
 
 from ..endpoints.config import EndpointConfig, EntityConfig
+from ..endpoints.engine_hosts import placement_key
 from ..endpoints.store import EndpointState
 from ..interface.errors import NotFound, PackagingError, ServingError
 from ..supervision.supervisor import EngineSpec, Supervisor
@@ -22,6 +23,7 @@ from ..transport.process_spec import ENGINE_CORE
 from .autoscaler import Autoscaler
 from .deployed import DeployedEndpoint, DeployedEntity
 from .engine_memory import EngineMemory
+from .hosts.hosted_engines import HostedEngines
 
 Stage = Literal["finding", "warming", "preparing", "ready", "failed"]
 AGAIN_SECONDS = 10.0
@@ -45,6 +47,7 @@ class Rollout:
         finders: Executor,
         preparers: Executor,
         memory: EngineMemory | None = None,
+        hosted: HostedEngines | None = None,
         known: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         self.endpoint, self.version, self.config = endpoint, version, config
@@ -56,6 +59,7 @@ class Rollout:
         self.generation: int | None = None  # of the plan that contains it
         self._supervisor, self._autoscaler, self._preparers = supervisor, autoscaler, preparers
         self._memory = memory or EngineMemory()
+        self._hosted = hosted
         self._warmed: set[str] = set()
         self._failed_at = 0.0
         self._work: Future[Any] = finders.submit(self._found, find)
@@ -67,11 +71,12 @@ class Rollout:
     def needs_now(self) -> set[str]:
         """Return the keys of the engines that have to run for the rollout to continue.
 
-        An engine that has generated a token need not run any more, unless its entity still has to be measured.
+        An engine that has generated a token need not run any more, unless its entity still has to be measured. Those
+        on joined hosts are started there.
         """
         if self.stage == "preparing":
             return {entity.key for entity in self.entities if entity.config.provisioned}
-        return self.needs() - self._warmed
+        return {entity.key for entity in self.entities if not entity.config.is_hosted} - self._warmed
 
     @property
     def is_stuck(self) -> bool:
@@ -116,8 +121,10 @@ class Rollout:
                 core=source.core or ENGINE_CORE,
                 addresses=source.addresses,
                 key_file=source.key_file,
+                hosted=config.is_hosted,
             )
-            entity = DeployedEntity(endpoint=self.endpoint.name, version=self.version, config=config, key=model.key())
+            key = placement_key(config) if config.is_hosted else model.key()
+            entity = DeployedEntity(endpoint=self.endpoint.name, version=self.version, config=config, key=key)
             found.append((entity, model))
         return found
 
@@ -139,8 +146,11 @@ class Rollout:
                 self.failed_logs[entity.config.name] = status.failed[0].failed_log
                 self._fail(f"{entity.config.name}: {status.failed[0].message}")
                 return
+            if not status.ready and self._hosted is not None and (why := self._hosted.problem(entity.key)):
+                self._fail(f"{entity.config.name}: {why}")
+                return
             if status.ready:
-                if entity.key not in self._warmed:
+                if entity.key not in self._warmed and not entity.config.is_hosted:
                     if not self._memory.is_known(entity.key):
                         return
                     self._memory.check(entity.key)

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from ..endpoints.config import PlacementSetting
 from ..interface.errors import InvalidField, PackagingError, without_password
 from ..interface.settings import NAME, Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
 from ..system.files import STATE_VARIABLE, xdg_dir
@@ -28,6 +29,7 @@ NAME_PATTERN = rf"^({NAME.pattern})$"
 Alias = Annotated[str, Meta(min_length=1, max_length=256)]
 Target = Annotated[str, Meta(pattern=rf"^({NAME.pattern})(:[^:]{{1,256}})?$")]
 Aliases = Annotated[dict[Alias, Target], Meta(description="names, each with an endpoint or endpoint:adapter")]
+NO_HOSTS = "on a server without --database, which hosts join, and --engine-key-file, the key of their engines"
 DATABASE_VARIABLE = "MLFLOW_LLM_DATABASE"
 
 
@@ -69,6 +71,9 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
             ``scale_to_zero_enabled`` ends.
         engine_memory_budget: bytes that the engines of this machine may take together. Idle engines are unloaded when
             another one is needed. None means no limit.
+        placement: where the engines of endpoints run that do not say it: "local", each gateway's on its own host, or
+            "hosts", on hosts that have joined the database (``mlflow-llm engine --join``).
+        engine_key_file: file with the key of engines on joined hosts.
         engine_timeout: seconds that requests wait for an unavailable engine on another host.
         database: URL of the database with keys, limits, ledger and endpoints.
         max_clock_skew: seconds that the clock of this host may differ from the database's; by more, the server does not
@@ -128,6 +133,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     alias_poll: Seconds = 60.0
     scale_to_zero_after: Seconds = 300.0
     engine_memory_budget: Bytes | None = None
+    placement: PlacementSetting = "local"
+    engine_key_file: str | None = None
     engine_timeout: Seconds = 60.0
     database: str | None = None
     max_clock_skew: Seconds = 60.0
@@ -168,6 +175,13 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
                 raise InvalidField("adapter_sources", place, "a directory's absolute path, not /, or models:/name")
         if self.require_keys and self.database is None:
             raise InvalidField("require_keys", True, "false without --database, which has the keys")
+        if self.placement == "hosts" and not self.has_hosts:
+            raise InvalidField("placement", "hosts", f"'local' {NO_HOSTS}")
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether engines may be placed on hosts that have joined the database."""
+        return self.database is not None and self.engine_key_file is not None
 
     @property
     def adapter_places(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from ..endpoints.config import moves
+from ..endpoints.config import PlacementSetting, moves
 from ..interface.bundle import Bundle
 from ..interface.canary import Canary
 from ..interface.dialect_settings import BATCH, DialectSettings, batched
@@ -27,7 +27,8 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last five
     fields are those of the management API: the reserved tokens/s, whether an idle engine may end, whether the endpoint
-    follows the alias that ``entity`` names, and its canaries; they are not for engines on other hosts.
+    follows the alias that ``entity`` names, and its canaries, which are not for engines on other hosts; whether the
+    engines run on joined hosts, and how many do.
     """
 
     name: str
@@ -50,6 +51,8 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     scale_to_zero_enabled: bool = False
     follow_alias: bool = False
     canary: Canary | None = None
+    placement: PlacementSetting | None = None
+    replicas: int | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -17,6 +17,8 @@ from ..interface.settings import EngineSettings, PrefixSharing
 from ..interface.shadow import Shadow
 from ..model_files.model_uri import LATEST, by_version, parse
 from ..model_files.model_version import ModelVersion
+
+PlacementSetting: TypeAlias = Literal["local", "hosts"]
 
 
 class ModelSource(Struct, frozen=True, kw_only=True):
@@ -53,6 +55,9 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
 
     With ``follow_alias``, the leader of the gateways moves the entity to the version that its alias means by then, at
     once or by way of a ``canary``. A canary is itself an entity, with the name of its original in ``canary_of``.
+
+    ``placement`` says where its engines run: each gateway starts its own on its host ("local", and None), or they run
+    on hosts that have joined the database ("hosts"), ``replicas`` of them for all gateways.
     """
 
     name: str
@@ -68,6 +73,18 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
     canary_of: str | None = None
     shadow: Shadow | None = None
     source: ModelSource | None = None
+    placement: PlacementSetting | None = None
+    replicas: int | None = None
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether its engines run on joined hosts."""
+        return self.placement == "hosts"
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its engines are not the gateways' own."""
+        return self.is_hosted or (self.source is not None and bool(self.source.addresses))
 
     @property
     def model(self) -> ModelSource:

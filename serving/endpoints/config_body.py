@@ -31,13 +31,14 @@ from ..interface.shadow import Shadow
 from ..interface.validated_struct import Checked
 from ..model_files.model_uri import by_version
 from ..modes.provisioned import check_throughput
-from .config import EndpointConfig, EntityConfig, Route, moves
+from .config import EndpointConfig, EntityConfig, PlacementSetting, Route, moves
 
 ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,254}")
 URI = re.compile(r"(models|runs):/+[^/\x00].{0,500}|/[^\x00]{1,1000}")
 VERSION = re.compile(r"[0-9]{1,18}|@?[A-Za-z_-][A-Za-z0-9_-]{0,254}")
 MAX_ENTITIES = 32
 MAX_RATE = 10**9
+MAX_REPLICAS = 64
 
 name_in_urls = text(NAME, NAME_ALLOWED)
 # a canary's name is read where a config is sent back as it was shown; ``_entity`` checks the others
@@ -124,6 +125,12 @@ _ENTITY = {
     "workload_type": Entry(one_of("CPU")),
     "environment_vars": Entry(_nothing),
     "engine_settings": Entry(engine_settings_of, "Settings that replace those saved with the model"),
+    "placement": Entry(
+        one_of(*get_args(PlacementSetting)),
+        "Where the engines run: on each gateway's host, or on hosts that have joined; by default as the endpoint's "
+        "present ones",
+    ),
+    "replicas": Entry(integer(1, MAX_REPLICAS), "Engines on joined hosts, each on another one; by default 1"),
     "defaults": Entry(obj, "Request fields for requests that lack them, over the model's own; null takes one away"),
     "follow_alias": Entry(boolean, "Move to another version when the alias does"),
     "canary": Entry(_canary, "Judge a new version by a share of the traffic before it gets all; see docs/endpoints.md"),
@@ -298,6 +305,8 @@ def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> Enti
         scale_to_zero_enabled=item.get("scale_to_zero_enabled", False),
         engine_settings=batched(item.get("engine_settings", {}), dialects),
         defaults=item.get("defaults", {}),
+        placement=item.get("placement"),
+        replicas=item.get("replicas"),
         follow_alias=item.get("follow_alias", False),
         canary=item.get("canary"),
         shadow=item.get("shadow"),
@@ -341,6 +350,20 @@ def _without_canaries(
         shares[name] = shares.get(name, 0) + route["traffic_percentage"]
     merged = tuple({"served_model_name": name, "traffic_percentage": share} for name, share in shares.items())
     return kept, found | {"traffic_config": found["traffic_config"] | {"routes": merged}}
+
+
+def check_placement(entity: EntityConfig, field: str) -> None:
+    """Raise ``InvalidField`` for settings that do not go with where the engines of ``entity`` run."""
+    if not entity.is_hosted:
+        if entity.replicas is not None:
+            raise InvalidField(f"{field}.replicas", entity.replicas, "none unless placement is 'hosts'")
+        return
+    if entity.provisioned:
+        name, value = entity.reserve
+        raise InvalidField(f"{field}.{name}", value, "none with placement 'hosts': it is for a gateway's own engines")
+    if entity.scale_to_zero_enabled:
+        allowed = "false with placement 'hosts': it is for a gateway's own engines"
+        raise InvalidField(f"{field}.scale_to_zero_enabled", True, allowed)
 
 
 def _name_of(entity_name: str, version: str) -> str:

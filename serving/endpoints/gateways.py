@@ -61,7 +61,8 @@ Reports = Mapping[str, EndpointReport]
 
 
 class Gateway(Struct, frozen=True, kw_only=True):
-    """A gateway that lives. ``serving`` is False during its start, while it takes no requests yet."""
+    """A gateway that lives. ``serving`` is False during its start, while it takes no requests yet. ``engines`` are
+    those on joined hosts that its workers may have requests on."""
 
     gateway: str
     name: str
@@ -69,6 +70,7 @@ class Gateway(Struct, frozen=True, kw_only=True):
     serving: bool
     beat: int
     reports: dict[str, EndpointReport] = {}
+    engines: tuple[str, ...] = ()
 
 
 class Lease(Struct, frozen=True, kw_only=True):
@@ -91,6 +93,7 @@ class NotLeader(Conflict):
 
 
 _decode = msgspec.json.Decoder(dict[str, EndpointReport]).decode
+_decode_engines = msgspec.json.Decoder(tuple[str, ...]).decode
 
 
 def check_fence(connection: sa.Connection, fence: Fence | None) -> None:
@@ -117,6 +120,7 @@ def gateways_in(connection: sa.Connection) -> tuple[Gateway, ...]:
             serving=bool(row.serving),
             beat=row.beat,
             reports=_decode(row.report),
+            engines=_decode_engines(row.engines),
         )
         for row in connection.execute(query)
     )
@@ -151,6 +155,7 @@ class Gateways:
         """
         row = {name: getattr(gateway, name) for name in ("name", "started_ms", "serving", "beat")}
         row["report"] = msgspec.json.encode(gateway.reports).decode()
+        row["engines"] = msgspec.json.encode(gateway.engines).decode()
 
         def work(connection: sa.Connection) -> Fence | None:
             held = self._hold(connection, gateway.gateway, fence, take)  # first: the order of the leader's own writes

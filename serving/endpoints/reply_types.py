@@ -12,6 +12,8 @@ from ..interface.settings import PrefixSharing
 from ..interface.shadow import Shadow
 from ..interface.type_schema import fields, form
 from ..metering.accounts.authorization import PermissionLevel
+from .config import PlacementSetting
+from .engine_hosts import EngineState
 from .gateways import AdapterProgress
 
 Ready = Literal["READY", "NOT_READY"]
@@ -47,6 +49,8 @@ class ServedEntityInfo(TypedDict):
     canary: NotRequired[Canary]
     canary_of: NotRequired[str]
     shadow: NotRequired[Shadow]
+    placement: NotRequired[PlacementSetting]
+    replicas: NotRequired[int]
     resolved_name: NotRequired[str]
     resolved_version: NotRequired[str]
     content_hash: NotRequired[str]
@@ -124,6 +128,56 @@ class GatewayState(TypedDict):
     adapters: NotRequired[list[AdapterState]]
 
 
+class HostedReplica(TypedDict):
+    """An engine of a served entity on a joined host, by that host's last report. ``address`` is where a READY one
+    answers, ``message`` why a FAILED one does not run."""
+
+    served_entity: str
+    host: str
+    state: EngineState
+    address: NotRequired[str]
+    message: NotRequired[str]
+
+
+class HostDeviceInfo(TypedDict):
+    """A GPU of a joined host, with its memory in bytes."""
+
+    name: str
+    memory: int
+
+
+class HostEngineInfo(TypedDict):
+    """An engine that was placed on a host. ``model`` names it with its version; ``address`` is where a READY one
+    answers, ``message`` why a FAILED one does not run."""
+
+    model: str
+    content_hash: str
+    state: EngineState
+    address: NotRequired[str]
+    message: NotRequired[str]
+
+
+class EngineHostInfo(TypedDict):
+    """A host that has joined the database to run engines. ``memory`` is what it offers, in bytes; ``generation`` grows
+    with every start of its command. Nothing new is placed on one that drains."""
+
+    name: str
+    id: str
+    generation: int
+    started_timestamp: int
+    state: Literal["ACTIVE", "DRAINING"]
+    memory: int
+    cpus: int
+    devices: list[HostDeviceInfo]
+    engines: list[HostEngineInfo]
+
+
+class EngineHostInfos(TypedDict):
+    """All hosts that have joined, sorted by name."""
+
+    hosts: list[EngineHostInfo]
+
+
 class EndpointInfo(TypedDict):
     """An endpoint. Callers who do not manage see no configuration, tags, limits, messages or creator."""
 
@@ -143,6 +197,7 @@ class EndpointInfo(TypedDict):
     pending_config_origin: NotRequired[Origin]
     rate_limits: NotRequired[list[RateLimitInfo]]
     gateways: NotRequired[list[GatewayState]]
+    hosts: NotRequired[list[HostedReplica]]
 
 
 class ConfigVersionInfo(TypedDict):

@@ -34,12 +34,14 @@ from .config import (
     EndpointConfig,
     EntityConfig,
     ModelSource,
+    PlacementSetting,
     config_to_wire,
     is_same,
     with_sources_of,
     without_canary,
 )
-from .config_body import as_written, config_body
+from .config_body import as_written, check_placement, config_body
+from .engine_hosts import EngineHosts, Placed, placed_in
 from .events import tell
 from .following import Following
 from .gateways import Fence, Gateway, Gateways, check_fence, gateways_in
@@ -64,7 +66,7 @@ from .rows import (
     stored_config,
     tasks_of,
 )
-from .views import by_gateway, endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tags_to_wire
+from .views import by_gateway, by_host, endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tags_to_wire
 
 
 class EndpointState(Struct, frozen=True, kw_only=True):
@@ -88,6 +90,8 @@ class EndpointStore:
     ``locate(entities)`` finds the models of served entities and raises ``NotFound``, ``InvalidField``. It may take
     seconds and is called outside transactions. ``changed()`` is called after a change of what is served. Methods that
     take a ``name`` raise ``NotFound`` if it is unknown. ``outbox`` takes the events of rollouts, for webhooks.
+    ``placement`` is that of entities of which neither a request nor the endpoint's present config says where their
+    engines run.
     """
 
     def __init__(
@@ -98,14 +102,17 @@ class EndpointStore:
         clock: Callable[[], float] = time.time,
         changed: Callable[[], None] = lambda: None,
         outbox: EventOutbox | None = None,
+        placement: PlacementSetting = "local",
     ) -> None:
         self._store, self._outbox = store, outbox
+        self._placement = placement
         self._locate = locate
         self._clock = clock
         self._changed = changed
         self.adapters = EndpointAdapters(store, clock, changed)
         self.gateways = Gateways(store)
         self.following = Following(store, clock, changed, outbox)
+        self.hosts = EngineHosts(store)
 
     def create(self, body: dict[str, Any], *, by: Actor | None = None) -> dict[str, Any]:
         """Create an endpoint (``POST /api/2.0/serving-endpoints``). Raises ``AlreadyExists``, ``InvalidField``."""
@@ -133,7 +140,7 @@ class EndpointStore:
             raise NotFound(f"there is no endpoint {name!r}")
 
         def work(connection: sa.Connection) -> dict[str, Any]:
-            there = gateways_in(connection) if caller.manages else ()
+            there = _there(connection, caller)
             return self._view(connection, find_row(connection, name), caller, there)
 
         return self._store.read(work)
@@ -143,7 +150,7 @@ class EndpointStore:
 
         def work(connection: sa.Connection) -> dict[str, Any]:
             rows = connection.execute(sa.select(endpoints).order_by(endpoints.c.name)).all()
-            there = gateways_in(connection) if caller.manages else ()
+            there = _there(connection, caller)
             seen = [row for row in rows if caller.may_see(row.name)]
             return {"endpoints": [self._view(connection, row, caller, there) for row in seen]}
 
@@ -166,8 +173,8 @@ class EndpointStore:
         config = config_body(body, "")
         if body.get("name") not in (None, name):
             raise InvalidField("name", body["name"], f"{name!r}: an endpoint keeps its name")
-        self._store.read(lambda connection: _must_be_idle(find_row(connection, name)))  # before models are looked up
-        config = self._located(config, body, "")
+        before = self._store.read(lambda connection: _idle_config(connection, name))  # before models are looked up
+        config = self._located(config, body, "", before)
 
         def work(connection: sa.Connection) -> None:
             row = find_row(connection, name)
@@ -390,14 +397,23 @@ class EndpointStore:
 
         self._store.write(work)
 
-    def _located(self, config: EndpointConfig, body: dict[str, Any], parent: str) -> EndpointConfig:
+    def _located(
+        self, config: EndpointConfig, body: dict[str, Any], parent: str, before: EndpointConfig | None = None
+    ) -> EndpointConfig:
         """Return ``config`` with its models found; they must all have the same tasks.
+
+        The engines of an endpoint stay off the gateways unless the request says "local": if those of ``before``, the
+        present config, are on other hosts, the new ones are placed on joined hosts.
 
         Raises ``InvalidField``, ``NotFound``. Errors name fields in the spelling of ``body``, whose path in the request
         is ``parent``.
         """
         with as_written(body, parent):
-            entities = config.served_entities
+            elsewhere = before is not None and any(entity.is_elsewhere for entity in before.served_entities)
+            placement = "hosts" if elsewhere else self._placement
+            entities = tuple(_placed(entity, placement) for entity in config.served_entities)
+            for place, entity in enumerate(entities):
+                check_placement(entity, f"served_entities[{place}]")
             found = tuple(
                 msgspec.structs.replace(entity, source=source)
                 for entity, source in zip(entities, self._locate(entities), strict=True)
@@ -406,12 +422,18 @@ class EndpointStore:
         return msgspec.structs.replace(config, served_entities=found)
 
     def _view(
-        self, connection: sa.Connection, row: sa.Row, caller: Caller, there: tuple[Gateway, ...]
+        self, connection: sa.Connection, row: sa.Row, caller: Caller, there: tuple[tuple[Gateway, ...], Placed]
     ) -> dict[str, Any]:
         if not caller.manages:
             return endpoint_in_brief(row, caller)
-        shown = endpoint_to_wire(connection, row, lambda version: stored_config(connection, row.name, version)[0])
-        return shown | by_gateway(row, there, shown["state"])
+        gateways, placed = there
+        configs = {
+            version: stored_config(connection, row.name, version)[0]
+            for version in (row.active_version, row.pending_version)
+            if version is not None
+        }
+        shown = endpoint_to_wire(connection, row, configs.__getitem__)
+        return shown | by_gateway(row, gateways, shown["state"]) | by_host(configs.values(), placed)
 
     def _audited(self, connection: sa.Connection, row: sa.Row) -> dict[str, Any]:
         """Return what the audit log keeps of an endpoint: what was asked for, without progress; ``config`` is the
@@ -444,6 +466,25 @@ def _stop_canary(connection: sa.Connection, name: str, active: int, version: int
     row = next(row for row in config_rows(connection, name) if row.version == active)
     if row.outcome == "active" and decode_config(row.config).canary is not None:
         set_outcome(connection, name, active, "stopped", f"version {version} took its place")
+
+
+def _there(connection: sa.Connection, caller: Caller) -> tuple[tuple[Gateway, ...], Placed]:
+    """Return the gateways and the joined hosts with what is placed on them, for callers who may see them."""
+    return (gateways_in(connection), placed_in(connection)) if caller.manages else ((), Placed())
+
+
+def _placed(entity: EntityConfig, placement: str) -> EntityConfig:
+    """Return an entity for which a request has not said where its engines run, with ``placement``."""
+    if placement != "hosts" or entity.placement is not None:
+        return entity
+    return msgspec.structs.replace(entity, placement="hosts")
+
+
+def _idle_config(connection: sa.Connection, name: str) -> EndpointConfig | None:
+    """Return the active config of an endpoint without an update under way; None if it has none. Raises ``Conflict``."""
+    row = find_row(connection, name)
+    _must_be_idle(row)
+    return None if row.active_version is None else stored_config(connection, name, row.active_version)[0]
 
 
 def _must_be_idle(row: sa.Row) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
+import msgspec
 import sqlalchemy as sa
 
 from ..interface.request import Task
 from ..metering.accounts.authorization import Caller
 from ..metering.store.tables import endpoint_tags, limits
 from .config import EndpointConfig, config_to_wire
+from .engine_hosts import EngineHost, HostedEngine, Placed, placement_key
 from .gateways import EndpointReport, Gateway
 from .rows import is_operators
 
@@ -76,6 +78,46 @@ def _of_gateway(row: sa.Row, name: str, report: EndpointReport, serving: bool) -
             {"name": name, "state": one.state} | ({"message": one.message} if one.message else {}) for name, one in each
         ]
     return shown | ({"message": report.message} if report.message else {})
+
+
+def by_host(configs: Iterable[EndpointConfig], placed: Placed) -> dict[str, Any]:
+    """Return the engines that the served entities of ``configs`` have on joined hosts; nothing if they have none
+    there."""
+    hosted = {(e.name, placement_key(e)) for config in configs for e in config.served_entities if e.is_hosted}
+    if not hosted:
+        return {}
+    shown = [
+        {"served_entity": name, "host": host.name, "state": said.state}
+        | ({"address": said.address} if said.state == "READY" else {})
+        | ({"message": said.message} if said.message else {})
+        for name, engine in sorted(hosted)
+        for _, host, said in placed.of(engine)
+    ]
+    return {"hosts": shown}
+
+
+def hosts_to_wire(placed: Placed) -> dict[str, Any]:
+    """Return the joined hosts with the engines that are placed on them."""
+    return {"hosts": [_host(one, placed) for one in placed.hosts]}
+
+
+def _host(host: EngineHost, placed: Placed) -> dict[str, Any]:
+    engines = []
+    for row in (one for one in placed.placements if one.host == host.host):
+        model, said = row.entity.model.identity, host.engines.get(row.id, HostedEngine(state="LOADING"))
+        shown = {"model": str(model), "content_hash": model.content_hash}
+        engines.append(shown | {key: value for key, value in msgspec.to_builtins(said).items() if value})
+    return {
+        "name": host.name,
+        "id": host.host,
+        "generation": host.generation,
+        "started_timestamp": host.started_ms,
+        "state": "DRAINING" if host.draining else "ACTIVE",
+        "memory": host.offer.memory,
+        "cpus": host.offer.cpus,
+        "devices": msgspec.to_builtins(list(host.offer.devices)),
+        "engines": engines,
+    }
 
 
 def endpoint_in_brief(row: sa.Row, caller: Caller) -> dict[str, Any]:

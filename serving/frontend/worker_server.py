@@ -69,7 +69,9 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
     if ledger is not None:
         ledger.start()  # must be after the fork, which it is here
     find = ResolverPool(directory, limit=settings.max_resolvers, timeout=settings.resolve_timeout)
-    located = functools.partial(locate, overrides=spec.engine, metered=ledger is not None, find=find)
+    located = functools.partial(
+        locate, overrides=spec.engine, metered=ledger is not None, has_hosts=settings.has_hosts, find=find
+    )
     server = dataclasses.replace(
         make_server(endpoints, settings, load_shedder=load_shedder, cache_secret=cache_secret),
         keys=keys if settings.asks_who else None,
@@ -81,6 +83,7 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
             locate=located,
             changed=plan_directory.note_change,
             outbox=EventOutbox(store, settings.webhooks),
+            placement=settings.placement,
         ),
         follower=follower,
         runtime_dir=spec.runtime_dir,

@@ -15,7 +15,7 @@ from gevent.event import Event
 
 from ..control.plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity, WorkerState
 from ..dialects.fields.defaults import defaults_of
-from ..endpoints.config import ModelSource
+from ..endpoints.config import EntityConfig
 from ..interface.dialect_settings import DialectSettings
 from ..interface.engine import AdapterInfo, Engine, EngineInfo, EngineRecord
 from ..interface.guardrails import NO_GUARDRAILS
@@ -168,9 +168,9 @@ class PlanFollower:
             engine = ReplicaSet(
                 entity.info,
                 tuple(AdapterInfo(name=name, rank=0, path=path) for name, path in source.bundle.adapters.items()),
-                open=functools.partial(self._attach, source, counters),
+                open=functools.partial(self._attach, entity.config, counters),
                 request_replica=functools.partial(self._plan_directory.request_replica, key),
-                away_timeout=self._engine_timeout if source.addresses else None,
+                away_timeout=self._engine_timeout if entity.config.is_elsewhere else None,
                 record=functools.partial(self._engine_record, key),
             )
         engine.update_info(entity.info)
@@ -183,12 +183,13 @@ class PlanFollower:
     def _engine_record(self, key: str) -> EngineRecord:
         return self._plan_directory.engines().engines.get(key, EngineRecord())
 
-    def _attach(self, source: ModelSource, counts: str, address: str) -> Engine:
+    def _attach(self, config: EntityConfig, counts: str, address: str) -> Engine:
+        source = config.model
         engine: Engine = self._open(
             address,
             key_file=source.key_file,
             stall_timeout=source.engine.stall_timeout,
-            first_timeout=FIRST_SECONDS if source.addresses else None,
+            first_timeout=FIRST_SECONDS if config.is_elsewhere else None,
             content_hash=source.bundle.content_hash,
             counts=counts,
         )

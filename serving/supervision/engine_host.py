@@ -91,22 +91,29 @@ class EngineHost:
         return StateDirectory(*os.path.split(status.address))
 
     def _end(self, state: StateDirectory) -> None:
-        """End the engine. It has its own session and would outlive this process while servers use it."""
         if state.engine_alive:
             self._say("draining", seconds=self._model.drain_timeout)
-        sent: list[signal.Signals] = []
-        until = time.monotonic() + self._model.drain_timeout + END_SECONDS
-        while state.engine_alive and time.monotonic() < until + END_SECONDS:
-            wanted = signal.SIGQUIT if self._at_once.is_set() else signal.SIGTERM
-            if time.monotonic() > until:
-                wanted = signal.SIGKILL
-            elif wanted == signal.SIGQUIT and wanted not in sent:
-                until = time.monotonic() + END_SECONDS
-            if wanted not in sent and _send(state, wanted):
-                sent.append(wanted)
-            time.sleep(CHECK_SECONDS / 2)
-        state.remove_if_abandoned()
+        end_engine(state, self._model.drain_timeout, at_once=self._at_once.is_set)
         self._say("stopped")
+
+
+def end_engine(state: StateDirectory, drain_timeout: float, *, at_once: Callable[[], bool]) -> None:
+    """End an engine, which has its own session and would outlive this process while servers use it.
+
+    Running requests have ``drain_timeout`` seconds, until ``at_once()`` is true.
+    """
+    sent: list[signal.Signals] = []
+    until = time.monotonic() + drain_timeout + END_SECONDS
+    while state.engine_alive and time.monotonic() < until + END_SECONDS:
+        wanted = signal.SIGQUIT if at_once() else signal.SIGTERM
+        if time.monotonic() > until:
+            wanted = signal.SIGKILL
+        elif wanted == signal.SIGQUIT and wanted not in sent:
+            until = time.monotonic() + END_SECONDS
+        if wanted not in sent and _send(state, wanted):
+            sent.append(wanted)
+        time.sleep(CHECK_SECONDS / 2)
+    state.remove_if_abandoned()
 
 
 def _send(state: StateDirectory, wanted: signal.Signals) -> bool:

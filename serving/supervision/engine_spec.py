@@ -18,14 +18,16 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model, settings and location of an engine. Specs with equal ``key`` are the same engine.
 
     ``addresses`` (``tcp://host:port``) are those of engines that run on other hosts, one replica each; none is started
-    here. ``listen`` is where an engine process started here accepts clients on other hosts, which may load adapters
-    from below ``adapter_dirs``. Both need ``key_file``.
+    here. Those of a ``hosted`` engine, on hosts that have joined, change while it is kept. ``listen`` is where an
+    engine process started here accepts clients on other hosts, which may load adapters from below ``adapter_dirs``.
+    All need ``key_file``.
     """
 
     bundle: Bundle
     settings: EngineSettings = EngineSettings()
     core: str = ENGINE_CORE
     addresses: tuple[str, ...] = ()
+    hosted: bool = False
     listen: str | None = None
     key_file: str | None = None
     adapter_dirs: tuple[str, ...] = ()
@@ -43,17 +45,22 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _identity(self) -> tuple[object, ...]:
         bundle = self.bundle
         served = (bundle.content_hash, bundle.tasks, bundle.embedding, sorted(bundle.adapters))
-        return (*served, self.settings, self.core, self.addresses)
+        return (*served, self.settings, self.core, self.hosted or self.addresses)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its engine processes are on this host."""
+        return not self.hosted and not self.addresses
 
     def address(self, index: int, state_dir: str | None) -> str:
         """Return the address of replica ``index``, as ``attach`` takes it."""
-        return self.addresses[index] if self.addresses else self._launcher(index, state_dir).state.path
+        return self._launcher(index, state_dir).state.path if self.is_here else self.addresses[index]
 
     def finder(self, index: int, state_dir: str | None, over: Callable[[], bool]) -> Attacher | Launcher:
         """Return the finder for the process that keeps the replica; for this host, one that also starts an engine."""
-        if self.addresses:
-            return Attacher(self.addresses[index], key_file=self.key_file)
-        return self._launcher(index, state_dir, over)
+        if self.is_here:
+            return self._launcher(index, state_dir, over)
+        return Attacher(self.addresses[index], key_file=self.key_file)
 
     def _launcher(self, index: int, state_dir: str | None, over: Callable[[], bool] = lambda: False) -> BackoffLauncher:
         return BackoffLauncher(

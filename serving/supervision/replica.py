@@ -69,7 +69,12 @@ class Replica:
     @property
     def is_here(self) -> bool:
         """Whether its engine is a process on this host."""
-        return not self._model.addresses
+        return self._model.is_here
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it ends once its engine is no longer used."""
+        return self._draining
 
     @property
     def restarts(self) -> int:

@@ -42,7 +42,8 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     ``address`` is what ``attach`` takes, ``message`` the last failure, and ``failed_log`` the log of the engine that
     failed. ``restarts`` counts the starts after the first; ``was_ready`` says that it has been ready at some time.
     ``adapters`` has the revision that it has of each wanted adapter, ``refused_adapters`` the revision that it refused,
-    and why. ``pid`` is that of the engine process, if that is on this host."""
+    and why. ``pid`` is that of the engine process, if that is on this host. ``is_draining`` says that it is not wanted
+    any more."""
 
     index: int
     address: str
@@ -55,6 +56,7 @@ class ReplicaStatus(Struct, frozen=True, kw_only=True):
     adapters: dict[str, str] = {}
     refused_adapters: dict[str, tuple[str, str]] = {}
     pid: int = 0
+    is_draining: bool = False
 
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
@@ -81,11 +83,11 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 
 
 class _Entity:
-    __slots__ = ("adapters", "info", "model", "removed", "replicas", "start_seconds", "wanted")
+    __slots__ = ("adapters", "info", "model", "next_index", "removed", "replicas", "start_seconds", "wanted")
 
     def __init__(self, model: EngineSpec) -> None:
         self.model = model
-        self.wanted = 0
+        self.wanted = self.next_index = 0
         self.removed = False
         self.replicas: dict[int, Replica] = {}
         self.info: EngineInfo | None = None
@@ -115,7 +117,7 @@ class Supervisor:
         self._closed = False
 
     def add(self, entity: str, model: EngineSpec, *, replicas: int = 1) -> None:
-        """Keep ``replicas`` engines of ``model`` running as ``entity``.
+        """Keep ``replicas`` engines of ``model`` running as ``entity``; a hosted one begins without any.
 
         Adding the same model again sets the number, and where its files are from now on. Raises ``Conflict`` if
         ``entity`` is another model.
@@ -128,7 +130,8 @@ class Supervisor:
                 raise Conflict(f"entity {entity!r} is another model")
             else:
                 known.model, known.removed = model, False
-            self.set_replicas(entity, replicas)
+            if not model.hosted:  # those have ``set_addresses``
+                self.set_replicas(entity, replicas)
 
     def set_replicas(self, entity: str, n: int) -> None:
         """Start or drain replicas until there are ``n``; those with the highest numbers are drained.
@@ -151,6 +154,28 @@ class Supervisor:
                 if running is None or not running.revive():
                     found.replicas[index] = self._start(entity, found, index)
 
+    def set_addresses(self, entity: str, addresses: tuple[str, ...]) -> None:
+        """Keep one replica for each engine at ``addresses``, of a hosted entity; those of other addresses are drained.
+
+        Raises ``NotFound``.
+        """
+        with self._lock:
+            found = self._find(entity)
+            assert found.model.hosted, "others have the addresses that they were added with"
+            if self._closed:
+                return
+            found.wanted = len(addresses)
+            missing = set(addresses)
+            for replica in found.replicas.values():
+                if replica.address not in addresses:
+                    replica.drain()
+                elif replica.revive():
+                    missing.discard(replica.address)
+            for address in (one for one in addresses if one in missing):
+                index = found.next_index
+                found.next_index += 1
+                found.replicas[index] = self._start(entity, found, index, address)
+
     def set_adapters(self, entity: str, adapters: WantedAdapters) -> None:
         """Set the adapters that all replicas, including later ones, should have in addition to their model's own.
 
@@ -166,13 +191,21 @@ class Supervisor:
         with self._lock:
             found = self._find(entity)
             found.removed = True
-            self.set_replicas(entity, 0)
+            if found.model.hosted:
+                self.set_addresses(entity, ())
+            else:
+                self.set_replicas(entity, 0)
             self._forget(entity, found)
 
     def entities(self) -> tuple[str, ...]:
         """Return the names of the entities, without removed ones whose replicas may still drain."""
         with self._lock:
             return tuple(name for name, found in self._entities.items() if not found.removed)
+
+    def hosted(self) -> tuple[str, ...]:
+        """Return the names of hosted entities, including removed ones whose replicas still drain."""
+        with self._lock:
+            return tuple(sorted(name for name, found in self._entities.items() if found.model.hosted))
 
     def status(self, entity: str) -> EngineStatus:
         """Return the status of ``entity``. Raises ``NotFound``."""
@@ -231,7 +264,9 @@ class Supervisor:
             raise NotFound(f"no entity {entity!r} is kept")
         return found
 
-    def _start(self, entity: str, found: _Entity, index: int) -> Replica:
+    def _start(self, entity: str, found: _Entity, index: int, address: str | None = None) -> Replica:
+        model = found.model if address is None else msgspec.structs.replace(found.model, addresses=(address,))
+
         def probe(engine: Engine) -> None:
             self._probe(engine)
             self._check_alike(found, engine.info)
@@ -245,8 +280,8 @@ class Supervisor:
             self._changed()
 
         return Replica(
-            found.model,
-            index=index,
+            model,
+            index=index if address is None else 0,
             state_dir=self._state_dir,
             probe=probe,
             changed=self._changed,
@@ -288,6 +323,7 @@ def _status(index: int, replica: Replica) -> ReplicaStatus:
         failed_log=replica.failed_log,
         pid=engine.info.pid if engine is not None and replica.is_here and replica.state == "ready" else 0,
         was_ready=replica.was_ready,
+        is_draining=replica.is_draining,
         adapters=dict(replica.adapters.loaded),
         refused_adapters=dict(replica.adapters.refused),
     )

@@ -18,8 +18,10 @@ from ..model_options import engine_overrides, request_fields
 _SHORT = re.compile(r"(?P<name>[^/@:=]+)(?:/(?P<version>\d+)|@(?P<alias>[\w-]+))")
 ENTITY_FIELDS = (
     "name", "entity_name", "entity_version", "min_provisioned_throughput", "max_provisioned_throughput",
-    "scale_to_zero_enabled", "engine_settings", "defaults", "follow_alias", "canary", "shadow",
+    "scale_to_zero_enabled", "engine_settings", "defaults", "follow_alias", "canary", "shadow", "placement",
+    "replicas",
 )  # fmt: skip
+OF_ENTITY = ("scale_to_zero_enabled", "placement", "replicas")
 GUARDRAILS = "off, or a JSON object with input, output or both"
 THROUGHPUT = ("min_provisioned_throughput", "max_provisioned_throughput")
 
@@ -43,7 +45,7 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         guardrails: str | None,
         **options: Any,
     ) -> Any:
-        names = (*THROUGHPUT, "scale_to_zero_enabled", "sticky")
+        names = (*THROUGHPUT, *OF_ENTITY, "sticky")
         changes = {name: value for name in names if (value := options.pop(name)) is not None}
         changes["models"] = [entity_of(given) for given in models]
         changes["split"] = shares(split)
@@ -86,6 +88,12 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
             click.option(
                 "--scale-to-zero/--no-scale-to-zero", "scale_to_zero_enabled", default=None, help="Unload when idle."
             ),
+            click.option(
+                "--placement",
+                type=click.Choice(["local", "hosts"]),
+                help="Where the engines run: on each gateway's host, or on hosts that have joined the database.",
+            ),
+            click.option("--replicas", type=click.IntRange(1, 64), help="Engines on joined hosts."),
             click.option(
                 "--payload-log",
                 metavar="on|off|JSON",
@@ -247,7 +255,7 @@ def _settings_for(entity: dict[str, Any], present: list[dict[str, Any]], count: 
 
 
 def _changed_entity(entity: dict[str, Any], changes: dict[str, Any], *, pays: bool = True) -> dict[str, Any]:
-    names = (*THROUGHPUT, "scale_to_zero_enabled", "follow_alias", "canary")
+    names = (*THROUGHPUT, *OF_ENTITY, "follow_alias", "canary")
     given = {name: changes[name] for name in names if name in changes and pays}
     merged = {name: entity.get(name, {}) | changes[name] for name in ("engine_settings", "defaults") if changes[name]}
     return entity | given | merged

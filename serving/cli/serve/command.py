@@ -102,21 +102,23 @@ def spec_of(
     ``PackagingError`` and ``InvalidField``."""
     dialects = dialects_of(server)
     models = (*places, *models)
-    settings = ServerSettings(**server)
+    key_path = None if engine_key_file is None else os.path.abspath(engine_key_file)
+    settings = ServerSettings(**server, engine_key_file=key_path)
     check_place(settings)
     named = {} if server["database"] and not models else named_models(models, name)
-    addresses = engine_addresses(engines, tuple(named), engine_key_file)
+    addresses = engine_addresses(engines, tuple(named), engine_key_file, has_database=bool(server["database"]))
     overrides, fields = engine_overrides(config), request_fields(defaults)
     if fields and not named:
         raise click.UsageError("-D goes with -m: endpoints in the database have their own defaults")
     check_settings(overrides, named, addresses)
+    hosted = tuple(one for one in named if settings.placement == "hosts" and one not in addresses)
     say({"stage": "reading", "models": len(named)})
     return ServeSpec(
         endpoints=tuple(
-            msgspec.structs.replace(one, addresses=addresses[one.name], key_file=os.path.abspath(engine_key_file))
-            if engine_key_file is not None and one.name in addresses
-            else one
-            for one in endpoint_specs(named, overrides, profile, elsewhere=tuple(addresses), defaults=fields)
+            msgspec.structs.replace(one, addresses=addresses[one.name], key_file=key_path)
+            if one.name in addresses
+            else msgspec.structs.replace(one, placement="hosts" if one.name in hosted else None)
+            for one in endpoint_specs(named, overrides, profile, elsewhere=(*addresses, *hosted), defaults=fields)
         ),
         settings=settings,
         engine=overrides,

@@ -1,4 +1,5 @@
-"""``mlflow-llm engine``: an engine on this host, for servers on others; ``mlflow-llm engine-key``: what they share."""
+"""``mlflow-llm engine``: an engine on this host for servers on others, or with --join those that they place here;
+``mlflow-llm engine-key``: what they share."""
 
 from __future__ import annotations
 
@@ -14,15 +15,31 @@ from ...supervision.engine_spec import EngineSpec
 from ...transport.auth import check_address, read_key, write_key
 from .. import start_log
 from ..model_options import endpoint_specs, engine_overrides
+from .sizes import Size
 from .spec_files import read_engine_spec
 
+SIZE = Size()
 LISTEN = "tcp://127.0.0.1:5601"
 LEVELS = {"restarting": logging.WARNING, "failed": logging.ERROR}
 
 
 @click.command(epilog="Engine settings: mlflow-llm help settings")
 @click.option("-m", "--model-uri", "model_uri", help="URI of the model, e.g. models:/assistant@champion.")
-@click.option("--listen", default=LISTEN, show_default=True, help="Address for servers, tcp://host:port.")
+@click.option(
+    "--join",
+    metavar="URL",
+    help="Database of the servers, e.g. postgresql://…: this host offers to run engines, and the servers place them.",
+)
+@click.option(
+    "--memory", type=SIZE, metavar="BYTES", help="With --join: memory of all engines together (default: this host's)."
+)
+@click.option("--name", help="With --join: name of this host in lists and messages (default: its host name).")
+@click.option(
+    "--listen",
+    default=LISTEN,
+    show_default=True,
+    help="Address for servers, tcp://host:port; with --join, further engines have the next ports.",
+)
 @click.option("--key-file", required=True, help="File with the key that servers share, made by mlflow-llm engine-key.")
 @click.option(
     "-C",
@@ -30,7 +47,7 @@ LEVELS = {"restarting": logging.WARNING, "failed": logging.ERROR}
     "config",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Engine setting (mlflow-llm help settings); repeatable.",
+    help="Engine setting (mlflow-llm help settings); repeatable. With --join: a grant, such as trust_remote_code=true.",
 )
 @click.option(
     "--adapter-dir",
@@ -53,6 +70,9 @@ LEVELS = {"restarting": logging.WARNING, "failed": logging.ERROR}
 @click.option("--runtime-dir", hidden=True)
 def engine(
     model_uri: str | None,
+    join: str | None,
+    memory: int | None,
+    name: str | None,
     listen: str,
     key_file: str,
     config: tuple[str, ...],
@@ -65,12 +85,32 @@ def engine(
     """Run an engine on this host for servers on other hosts.
 
     The servers are started with `mlflow-llm serve --engine tcp://HOST:PORT`. The engine runs until a signal ends it.
+
+    With --join, no model is named: the host runs what the servers of the database place on it.
     """
     from ...supervision.warm_up import generate_one
 
     start_log.begin("info", log_file)
     check_address(listen)
     read_key(key_file)
+    if join is not None:
+        if model_uri is not None or spec_file is not None or adapter_dirs:
+            raise click.UsageError("-m, --spec and --adapter-dir do not go with --join: the servers say what runs here")
+        from .join import run_joined  # and SQLAlchemy
+
+        run_joined(
+            join,
+            memory=memory,
+            name=name,
+            listen=listen,
+            key_file=key_file,
+            config=config,
+            drain_timeout=drain_timeout,
+            state_dir=runtime_dir,
+        )
+        return
+    if memory is not None or name is not None:
+        raise click.UsageError("--memory and --name go with --join")
     model = msgspec.structs.replace(
         _model(model_uri, spec_file, config),
         listen=listen,

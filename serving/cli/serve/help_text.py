@@ -12,7 +12,9 @@ from ...interface.dialect_settings import NAMES
 from ...interface.settings import EngineSettings
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Model": ("models", "name", "spec_file", "profile", "config", "defaults", "engines", "engine_key_file"),
+    "Model": (
+        "models", "name", "spec_file", "profile", "config", "defaults", "engines", "engine_key_file", "placement",
+    ),
     "Listen": (
         "host", "port", "socket", "socket_mode", "probe_port", "probe_host", "grpc_port", "allowed_hosts",
         "cors_origins", "workers", "page", "model_aliases", "default_endpoint",

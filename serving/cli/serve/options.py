@@ -10,6 +10,7 @@ from click import option
 
 from ...control.settings import DATABASE_VARIABLE, ServerSettings
 from ...control.spec import ProfileName
+from ...endpoints.config import PlacementSetting
 from ...interface.settings import PrefixSharing
 from .sizes import Size
 
@@ -266,7 +267,16 @@ _OPTIONS = (
         metavar="[NAME=]tcp://HOST:PORT",
         help="Engine on another host (mlflow-llm engine) with the model of endpoint NAME; several are replicas.",
     ),
-    option("--engine-key-file", help="File with the key of those engines, made by mlflow-llm engine-key."),
+    option(
+        "--engine-key-file",
+        help="File with the key of those engines and of engines on joined hosts, made by mlflow-llm engine-key.",
+    ),
+    _setting(
+        "--placement",
+        type=click.Choice(get_args(PlacementSetting)),
+        help="Where engines run of which nothing else is said: here, or on hosts that have joined the database "
+        "(mlflow-llm engine --join).",
+    ),
     _setting(
         "--engine-timeout",
         type=click.FloatRange(0, min_open=True),

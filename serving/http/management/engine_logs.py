@@ -89,8 +89,8 @@ def _read(server: WorkerState, entities: tuple[EntityConfig, ...], read: Callabl
 def _parts(server: WorkerState, entity: EntityConfig, read: Callable[[str], str]) -> Iterator[str]:
     """Yield a text for each replica that has an engine on this machine."""
     source: Any = entity.source
-    if source.addresses:
-        yield f"its engines are on other hosts, which have their logs: {', '.join(source.addresses)}"
+    if entity.is_elsewhere:
+        yield f"its engines are on other hosts, which have their logs: {', '.join(source.addresses) or 'joined hosts'}"
         return
     model = EngineSpec(bundle=source.bundle, settings=source.engine, core=source.core or ENGINE_CORE)
     for index in range(MAX_REPLICAS):

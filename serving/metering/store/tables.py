@@ -455,6 +455,7 @@ gateways = sa.Table(  # the servers of this database that live; the leader remov
     sa.Column("serving", sa.Boolean, nullable=False),
     sa.Column("beat", sa.BigInteger, nullable=False),
     sa.Column("report", sa.Text, nullable=False),
+    sa.Column("engines", sa.Text, nullable=False, server_default="[]"),  # on joined hosts, which its workers may use
 )
 
 leadership = sa.Table(  # one row for each role
@@ -464,4 +465,28 @@ leadership = sa.Table(  # one row for each role
     sa.Column("holder", sa.String(64), nullable=False),
     sa.Column("fence", sa.BigInteger, nullable=False),
     sa.Column("beat", sa.BigInteger, nullable=False),
+)
+
+engine_hosts = sa.Table(  # the hosts that offer to run engines; the leader removes those that are silent
+    "engine_hosts",
+    metadata,
+    sa.Column("host", sa.String(64), primary_key=True),
+    sa.Column("name", sa.String(256), nullable=False),
+    sa.Column("started_ms", sa.BigInteger, nullable=False),
+    sa.Column("generation", sa.BigInteger, nullable=False),  # grows with every start of the host's command
+    sa.Column("beat", sa.BigInteger, nullable=False),
+    sa.Column("draining", sa.Boolean, nullable=False),
+    sa.Column("offer", sa.Text, nullable=False),
+    sa.Column("report", sa.Text, nullable=False),
+)
+
+placements = sa.Table(  # one row for each replica that the leader has placed on a joined host
+    "placements",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("engine", sa.String(64), nullable=False),
+    sa.Column("host", sa.String(64), nullable=False),
+    sa.Column("entity", sa.Text, nullable=False),
+    sa.Column("created_ms", sa.BigInteger, nullable=False),
+    sa.Index("placements_by_host", "host"),
 )

@@ -312,6 +312,7 @@ export interface EndpointInfo {
   pending_config_origin?: "api" | "command_line";
   rate_limits?: RateLimitInfo[];
   gateways?: GatewayState[];
+  hosts?: HostedReplica[];
 }
 
 export interface EndpointInfos {
@@ -382,6 +383,15 @@ export interface GatewayState {
 export interface Guardrails {
   input: TextRules;
   output: TextRules;
+}
+
+/** An engine of a served entity on a joined host, by that host's last report. `address` is where a READY one answers, `message` why a FAILED one does not run. */
+export interface HostedReplica {
+  served_entity: string;
+  host: string;
+  state: "LOADING" | "READY" | "FAILED";
+  address?: string;
+  message?: string;
 }
 
 /** A key without its secret. */
@@ -685,6 +695,8 @@ export interface ServedEntityInfo {
   canary?: Canary;
   canary_of?: string;
   shadow?: Shadow;
+  placement?: "local" | "hosts";
+  replicas?: number;
   resolved_name?: string;
   resolved_version?: string;
   content_hash?: string;
