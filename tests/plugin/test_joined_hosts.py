@@ -35,15 +35,15 @@ def documented(replacements: dict[str, str]) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
 
 
-def listed(words: list[str]) -> list[dict[str, Any]]:
-    """Return the hosts that ``mlflow-llm engines`` lists."""
-    command = [sys.executable, "-m", "mlflow_llm.serving.cli", *words, "--json"]
-    hosts: list[dict[str, Any]] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)["hosts"]
-    return hosts
+def listed(words: list[str]) -> list[list[str]]:
+    """Return the lines that ``mlflow-llm engines`` prints, as words."""
+    command = [sys.executable, "-m", "mlflow_llm.serving.cli", *words]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 def hosts(url: str) -> list[dict[str, Any]]:
-    """Return the same from the API."""
+    """Return the hosts that the API lists."""
     with urllib.request.urlopen(f"{url}/api/2.0/engine-hosts") as answer:
         found: list[dict[str, Any]] = json.load(answer)["hosts"]
     return found
@@ -103,7 +103,11 @@ def test_hosts_run_what_is_served_by_the_documented_commands(
         with llm_command(place, "serve", *serve, "--port", str(port), "--workers", "1") as log:
             await_line(log, "listening on")
             assert tokens() == 5
-            assert sorted(states(listed(engines)).values()) == [[], ["READY"]]
+            assert sorted(states(hosts(url)).values()) == [[], ["READY"]]
+            heads, *lines = listed(engines)
+            assert heads[:2] == ["HOST", "STATE"]
+            assert [line[:2] for line in lines] == [["a", "active"], ["b", "active"]]
+            assert sum("ready" in line for line in lines) == 1
             command = [sys.executable, "-m", "mlflow_llm.serving.cli", *update, "--url", url]
             subprocess.run(command, check=True, capture_output=True)
             until(lambda: states(hosts(url)) == {"a": ["READY"], "b": ["READY"]})

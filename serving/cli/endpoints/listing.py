@@ -114,7 +114,8 @@ def _state(endpoint: dict[str, Any]) -> str:
 
 
 def _updates(configs: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (endpoint, what became of its last update, or which gateways lack it) for those that are not well."""
+    """Return (endpoint, what became of its last update, or which gateways or hosts lack it) for those that are not
+    well."""
     found = []
     for name, endpoint in configs.items():
         update, message = endpoint["state"]["config_update"], endpoint["state"].get("message", "")
@@ -125,6 +126,10 @@ def _updates(configs: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
             found.append((name, f"an update{f' to version {version}' if version else ''} is in progress"))
         elif endpoint["state"]["ready"] != "READY" and message:
             found.append((name, message))
+        for one in endpoint.get("hosts", ()):
+            if one["state"] != "READY":
+                said = ": ".join(filter(None, (one["state"].lower(), one.get("message", ""))))
+                found.append((name, f"{one['served_entity']} on host {one['host']}: {said}"))
         gateways = endpoint.get("gateways", ())
         if len(gateways) > 1 and any(one["state"] != "READY" for one in gateways):
             found += [(name, f"gateway {one['gateway']}: {_of_gateway(one)}") for one in gateways]

@@ -97,6 +97,28 @@ def test_a_key_and_engines_go_together(key: str) -> None:
     assert "goes with --engine" in invoke("serve", "--port", "0", "-m", "x", "--engine-key-file", key).output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("-m", "x"), "do not go with --join"),
+        (("-C", "dtype=bfloat16"), "the servers send the other settings"),
+        (("--listen", "tcp://0.0.0.0:5601"), "name this host's address"),
+    ],
+)
+def test_what_a_host_that_joins_refuses(key: str, tmp_path: Path, arguments: tuple[str, ...], reason: str) -> None:
+    """A host that joins names no model, no settings and no address that others cannot connect to."""
+    done = invoke("engine", "--join", f"sqlite:///{tmp_path}/x.db", "--key-file", key, *arguments)
+    assert reason in done.output + str(done.exception)
+
+
+def test_options_of_joined_hosts_go_with_join(key: str) -> None:
+    """--memory and --name without --join are refused, and so is --placement hosts without a database."""
+    assert "go with --join" in invoke("engine", "-m", "x", "--key-file", key, "--name", "a").output
+    found = invoke("serve", "--port", "0", "-m", "x", "--placement", "hosts", "--engine-key-file", key)
+    assert "placement" in str(found.exception)
+    assert "--database" in str(found.exception)
+
+
 def test_engines_elsewhere_are_not_scaled(instant_bundle) -> None:
     """An endpoint on remote engines can be neither provisioned nor scaled to zero."""
     for more in ({"scale_to_zero_enabled": True}, {"max_provisioned_throughput": 10}):

@@ -9,7 +9,9 @@ import pytest
 
 from mlflow_llm.serving.control.hosts.hosted_engines import NO_HOST_SECONDS, HostedEngines
 from mlflow_llm.serving.control.hosts.placer import LOOK_SECONDS, SILENT_SECONDS, Placer, WantedEngine, changes
-from mlflow_llm.serving.endpoints.config import EntityConfig, ModelSource
+from mlflow_llm.serving.control.model_sources import locate
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
 from mlflow_llm.serving.endpoints.engine_hosts import (
     EngineHost,
     EngineState,
@@ -224,6 +226,30 @@ def test_a_gateway_says_why_an_engine_does_not_run(endpoints: EndpointStore, ent
     assert problem() == "host a: no room"
     endpoints.hosts.join(host("b"))
     assert problem() == ""  # the leader will try that one
+
+
+def test_an_update_stays_off_the_gateways(endpoints: EndpointStore, entity: EntityConfig) -> None:
+    """An update of an endpoint whose engines are on other hosts goes to joined hosts, unless it says "local"."""
+    plain = {key: value for key, value in ENTITY.items() if key != "placement"}
+    elsewhere = msgspec.structs.replace(entity.model, addresses=("tcp://host1:5601",), key_file="/key")
+    named = msgspec.structs.replace(entity, source=elsewhere, placement=None)
+    route = Route(served_model_name=named.name, traffic_percentage=100)
+    endpoints.declare("chat", EndpointConfig(served_entities=(named,), routes=(route,)))
+    endpoints.mark_ready("chat", 1)
+    for version, given, found in ((2, {}, "hosts"), (3, {"placement": "local"}, "local"), (4, {}, None)):
+        endpoints.update_config("chat", {"served_entities": [plain | given]})
+        assert endpoints.config("chat", version).served_entities[0].placement == found
+        endpoints.mark_ready("chat", version)
+
+
+def test_a_server_that_hosts_cannot_join_refuses_the_placement(entity: EntityConfig) -> None:
+    """Without a database or the engines' key, engines are not placed on joined hosts, and nothing is looked up."""
+    asked = msgspec.structs.replace(entity, source=None)
+    with pytest.raises(InvalidField, match=r"served_entities\[0\].placement.*--engine-key-file"):
+        locate((asked,), {}, has_hosts=False, find=lambda *_: ())
+    with pytest.raises(InvalidField, match=r"placement.*--database"):
+        ServerSettings(placement="hosts", engine_key_file="/key")
+    assert ServerSettings(placement="hosts", engine_key_file="/key", database="sqlite:///x.db").has_hosts
 
 
 def test_settings_that_do_not_go_with_the_placement_are_refused(endpoints: EndpointStore) -> None:
