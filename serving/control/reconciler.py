@@ -159,7 +159,8 @@ class Reconciler:
                     raise PackagingError(f"{state.name}: {rollout.message}")
             if state.pending_version is not None:
                 return False
-            if state.config_update == "UPDATE_FAILED" and self._declared.get(state.name) == state.last_version:
+            declared_failed = self._declared.get(state.name) == state.last_version != state.active_version
+            if state.config_update == "UPDATE_FAILED" and declared_failed:
                 raise PackagingError(f"{state.name}: {state.message}")  # on another gateway
             failed = any(rollout.stage == "failed" for rollout in rollouts)
             if state.active_version is not None and state.id not in self._deployed and not failed:

@@ -197,3 +197,14 @@ def test_at_rest_it_looks_seldom(controller: Controller) -> None:
     until(lambda: controller.update("chat") == "NOT_UPDATING")
     controller.reconciler.tick()
     assert controller.reconciler.pause == QUIET_TICK_SECONDS
+
+
+def test_a_start_serves_an_endpoint_whose_alias_could_not_be_followed(controller: Controller) -> None:
+    """The config that is declared is served; that the version of its alias cannot be is no failure of the start."""
+    controller.create("chat")
+    controller.endpoints.mark_ready("chat", 1)
+    controller.endpoints.following.fail("chat", 1, "the weights are missing")
+    controller.reconciler.start({"chat": controller.endpoints.config("chat", 1)})
+    state = controller.endpoints.get("chat")["state"]
+    assert (state["config_update"], state["message"]) == ("UPDATE_FAILED", "the weights are missing")
+    assert [endpoint.name for endpoint in controller.plans.read().endpoints] == ["chat"]
