@@ -56,6 +56,8 @@ PRUNE_SECONDS = 60
 MAX_TOKENS = 2**40
 MAX_CHAIN_BATCHES = 50
 """At most so many batches of links a round of upkeep, which has other work too."""
+CHAIN_PAUSE = 0.02
+"""Seconds between two batches, in which requests that wait for SQLite's lock get it."""
 
 
 class LedgerStatus(Struct, frozen=True, kw_only=True):
@@ -523,7 +525,7 @@ class Ledger:
     def _extend_chain(self) -> None:
         """Link what was settled, unless another process is doing so."""
         for _ in range(MAX_CHAIN_BATCHES):
-            if chain.extend(self.store, self.now_ms()) < chain.BATCH_ROWS:
+            if chain.extend(self.store, self.now_ms()) < chain.BATCH_ROWS or self._stop.wait(CHAIN_PAUSE):
                 return
 
     def _settle_unspooled(self) -> None:

@@ -101,11 +101,12 @@ def append(connection: sa.Connection, entries: Sequence[Entry], keys: ProofKeys,
     return [link.sequence for link in made]
 
 
-def extend(store: Store, now_ms: int, *, rows: int = BATCH_ROWS, wait: bool = False) -> int:
-    """Link up to ``rows`` settled rows that have no link, and return how many. Idempotent, for any process.
+def extend(store: Store, now_ms: int, *, rows: int | None = None, wait: bool = False) -> int:
+    """Link a batch of settled rows without links, and return how many. Idempotent, for any process.
 
     Without ``wait``, nothing is done while another process holds the end of the chain.
     """
+    rows = BATCH_ROWS if rows is None else rows
     waiting = sa.select(ledger.c.request_id).where(_WAITING).limit(1)
     if store.read(lambda connection: connection.execute(waiting).first(), timeout=TIMEOUT) is None:
         return 0

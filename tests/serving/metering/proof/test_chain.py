@@ -15,6 +15,7 @@ from mlflow_llm.serving.metering import Ledger, Store
 from mlflow_llm.serving.metering.ledger.retention import fold
 from mlflow_llm.serving.metering.ledger.settlement import Settlement, settle_in
 from mlflow_llm.serving.metering.ledger.window_repair import repair
+from mlflow_llm.serving.metering.proof import chain
 from mlflow_llm.serving.metering.proof.chain import extend
 from mlflow_llm.serving.metering.proof.chain_check import check, head
 from mlflow_llm.serving.metering.store.tables import ledger as ledger_table
@@ -182,6 +183,17 @@ def test_repaired_times_are_linked_again(store, linked, clock):
     assert (report.rows, report.amended, report.num_problems) == (6, 6, 0)
 
 
+@pytest.mark.parametrize("store_url", ["sqlite"], indirect=True)
+def test_upkeep_links_several_batches(store, ledger, reserve_of, monkeypatch):
+    """A round of upkeep links all that was settled, also where it is more than a batch."""
+    monkeypatch.setattr(chain, "BATCH_ROWS", 3)
+    settle(ledger, reserve_of, *(f"r{number}" for number in range(8)))
+    ledger.maintain()
+    signed = sa.select(links.c.sequence).where(links.c.signature.is_not(None)).order_by(links.c.sequence)
+    assert store.read(lambda connection: connection.execute(signed).scalars().all()) == [3, 6, 8]
+    assert check(store).rows == 8
+
+
 def test_many_holders_make_one_chain(store, store_url, ledger, reserve_of):
     """Several processes that link at once, beside settlements, make one chain in which each row has one link."""
     stores = [Store(store_url) for _ in range(3)]
@@ -210,8 +222,6 @@ def test_many_holders_make_one_chain(store, store_url, ledger, reserve_of):
 
 def test_a_batch_that_is_killed_in_the_middle_leaves_nothing(store, ledger, reserve_of, monkeypatch):
     """A holder that ends between the links and the rows' marks has changed nothing; the next one links all."""
-    from mlflow_llm.serving.metering.proof import chain
-
     settle(ledger, reserve_of, "r1", "r2")
 
     def killed(*_given, **_named):
