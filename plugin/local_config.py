@@ -71,6 +71,7 @@ OPTION_KEYS = (
     "jwt_endpoints_claim",
     "jwt_weight_claim",
     "end_user_header",
+    "guardrail_scorers",
     "adapter_sources",
     "engine_memory_budget",
     "grpc_port",

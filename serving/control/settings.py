@@ -80,6 +80,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
             start, and admits nothing.
         end_user_header: header in which keys with the scope ``end_users`` name the end user whose limits apply,
             in place of the request's own ``user``. None is no header.
+        guardrail_scorers: scorers (``module:name``) that the guardrails of endpoints may use, separated by commas.
         require_keys: refuse requests without an API key; needs a database.
         batch_concurrency: requests of batches that a worker runs at once. 0 runs none here.
         max_batch_rows: the most requests of one batch.
@@ -139,6 +140,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     database: str | None = None
     max_clock_skew: Seconds = 60.0
     end_user_header: Annotated[str, Meta(pattern=HEADER_PATTERN)] | None = None
+    guardrail_scorers: str = ""
     require_keys: bool = False
     batch_concurrency: CountOrZero = 8
     max_batch_rows: Count = 50_000

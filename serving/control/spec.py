@@ -13,7 +13,7 @@ from ..interface.bundle import Bundle
 from ..interface.canary import Canary
 from ..interface.dialect_settings import BATCH, DialectSettings, batched
 from ..interface.errors import InvalidField
-from ..interface.guardrails import Guardrails
+from ..interface.guardrails import Guardrails, check_scorers, scorer_names
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import EngineSettings, PrefixSharing, check_name
 from .settings import ServerSettings
@@ -77,6 +77,8 @@ class ServeSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Raises ``InvalidField``.
         """
         for place, one in enumerate(self.endpoints):
+            allowed_scorers = scorer_names(self.settings.guardrail_scorers)
+            check_scorers(one.guardrails, allowed_scorers, f"endpoints[{place}].guardrails")
             if one.payload_log is not None and self.settings.database is None:
                 allowed = "none without a database (--database), in which the log is kept"
                 raise InvalidField(f"endpoints[{place}].payload_log", msgspec.to_builtins(one.payload_log), allowed)

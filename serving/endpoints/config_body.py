@@ -20,12 +20,30 @@ from ..interface.guardrails import (
     KEYWORD,
     KEYWORD_ALLOWED,
     MAX_KEYWORDS,
+    MAX_SCORER_SECONDS,
+    MAX_SCORERS,
     NO_SAFETY,
     PII_TYPES,
+    SCORER,
+    SCORER_ALLOWED,
     Guardrails,
+    OnError,
 )
 from ..interface.payload_log import PayloadLog
-from ..interface.readers import Entry, any_of, boolean, integer, list_of, obj, one_of, reader, record, string, text
+from ..interface.readers import (
+    Entry,
+    any_of,
+    boolean,
+    integer,
+    list_of,
+    number,
+    obj,
+    one_of,
+    reader,
+    record,
+    string,
+    text,
+)
 from ..interface.settings import GRANTED, NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
 from ..interface.shadow import Shadow
 from ..interface.validated_struct import Checked
@@ -194,11 +212,19 @@ _PII = record(
         "The kinds of personal data (all of them)",
     ),
 )
+_SCORER = record(
+    scorer=Entry(text(SCORER, SCORER_ALLOWED), required=SCORER_ALLOWED),
+    on_error=Entry(one_of(*get_args(OnError)), "What a failure means for the text (BLOCK)"),
+    timeout=Entry(number(0.1, MAX_SCORER_SECONDS), "Seconds that it may take (10)"),
+)
 _RULES = record(
     invalid_keywords=Entry(
         list_of(_KEYWORD, f"at most {MAX_KEYWORDS} keywords", maximum=MAX_KEYWORDS), "Words that block a text"
     ),
     pii=Entry(_PII, "E-mail addresses, phone and card numbers, and others"),
+    scorers=Entry(
+        list_of(_SCORER, f"at most {MAX_SCORERS} scorers", maximum=MAX_SCORERS), "Scorers of MLflow's for whole texts"
+    ),
     safety=Entry(reader(type="boolean", const=False)(_no_safety), NO_SAFETY),
 )
 _GUARDRAILS = record(
@@ -207,7 +233,8 @@ _GUARDRAILS = record(
 
 
 @reader(**_GUARDRAILS.schema)
-def _guardrails(value: Any, path: str) -> Guardrails:
+def guardrails(value: Any, path: str) -> Guardrails:
+    """Read guardrails in the form of Databricks' AI Gateway."""
     return msgspec.convert(_GUARDRAILS(value, path), Guardrails)
 
 
@@ -219,7 +246,7 @@ _COMMON = {
         "Whose requests reuse each other's prompt prefixes; the server's own without it",
     ),
     "payload_log": Entry(_payload_log, "Keep the texts of requests, as these settings say; null keeps none"),
-    "guardrails": Entry(_guardrails, "Block or mask texts of requests and replies; null does neither"),
+    "guardrails": Entry(guardrails, "Block or mask texts of requests and replies; null does neither"),
     "name": Entry(string, "In an update: the endpoint's own"),
 }
 NEW_SHAPE = record(served_entities=_entities({}), **_COMMON)

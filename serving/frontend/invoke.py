@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,7 +29,7 @@ from ..tasks.reply import generate
 from ..tasks.reply.guarded_run import check_output
 from ..tasks.reply_size import fixed_size
 from ..tasks.request_weights import adapter_of
-from . import end_users
+from . import end_users, scorers
 from .addressing import address, candidates, check_limits, record_served
 from .answer import Answer
 from .dialect_choice import choose, has_open_dialect
@@ -67,20 +68,21 @@ def _invoked(server: WorkerState, request: Request) -> Answer:
     check_limits(server, request, known, _inference(request).task)
     with server.memory.allocate(request.payer(server)) as allocation:
         with ExitStack() as held:
-            entity, valid, echoed, copies = _accept(
+            entity, valid, echoed, copies, inputs = _accept(
                 server, request, held, is_known=len({e.endpoint for e in known}) == 1
             )
             if not valid.stream:
                 info = entity.engine.info
                 allocation.grow(fixed_size(valid, info.embedding_dim) + sum(logits_size(valid, info.vocab_size)))
-            source, pull, pieces = _start(server, entity, valid, request, held)
+            source, pull, pieces = _start(server, entity, valid, request, held, inputs)
             for copy in copies:
                 server.shadows.put(copy)
             if wants_receipt:  # a stream's headers are sent before it is settled
                 request.record.headers[RECEIPT_HEADER] = f"{RECEIPT_PATH}/{valid.request_id}"
             if valid.stream:
                 encoder = request.dialect.stream(valid, echoed)
-                tokens = token_writer(source, encoder, request.record, request.sock)
+                judges = bool(entity.guardrails.output.scorers)  # of the whole reply
+                tokens = None if judges else token_writer(source, encoder, request.record, request.sock)
                 patience = Patience(
                     server.settings.stream_start_after, server.settings.stream_keep_alive, pull.interrupt
                 )
@@ -111,13 +113,22 @@ def _add_receipt(server: WorkerState, request: Request, valid: ValidRequest) -> 
         request.record.headers[RECEIPT_HEADER] = encode(receipt_of(server.ledger.store, valid.request_id))
 
 
-def _accept(
-    server: WorkerState, request: Request, held: ExitStack, *, is_known: bool
-) -> tuple[ServedEntity, ValidRequest, bytes, list[ShadowCopy]]:
+class _Accepted(NamedTuple):
+    """A request that has been prepared, with the part of its body that the reply repeats, its copies for shadows, and
+    what scorers of the reply are told of it."""
+
+    entity: ServedEntity
+    valid: ValidRequest
+    echoed: bytes
+    copies: list[ShadowCopy]
+    inputs: Any
+
+
+def _accept(server: WorkerState, request: Request, held: ExitStack, *, is_known: bool) -> _Accepted:
     """Receive, decode, address and prepare a request; ``held`` gets what must be released later.
 
-    Return the served entity, the prepared request, the part of the body that the reply repeats, and the copies for
-    shadows; no other part of the body is kept. ``is_known`` says that the endpoint's limits have been checked already.
+    No part of the body is kept but the one that the reply repeats. ``is_known`` says that the endpoint's limits have
+    been checked already.
     """
     record = request.record
     with server.memory.allocate(request.payer(server)) as allocation:
@@ -136,6 +147,8 @@ def _accept(
             record.labels = request.background.labels.over(record.labels)
         pixels = held.enter_context(server.pixels.allocate(request.payer(server)))
         raw = server.offload(len(body), guarded, raw, entity.guardrails.input)
+        scorers.check_input(server.scorers, entity.guardrails.input.scorers, raw)
+        inputs = scorers.inputs_of(raw) if entity.guardrails.output.scorers else None
         limits = _limits(server, entity, request, pixels.grow)
         if not is_known:
             check_limits(server, request, [entity], _inference(request).task)
@@ -152,7 +165,7 @@ def _accept(
         copies = _copies(entity, request, raw, valid, len(body))
     if raw.echoed:
         held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
-    return entity, valid, raw.echoed, copies
+    return _Accepted(entity, valid, raw.echoed, copies, inputs)
 
 
 def _copies(
@@ -230,7 +243,7 @@ def _seconds(header: str) -> float:
 
 
 def _start(
-    server: WorkerState, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack
+    server: WorkerState, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack, inputs: Any
 ) -> tuple[generate.Pieces, InterruptibleIterator[Piece], Iterator[Piece]]:
     """Admit and submit a request. Return its pieces, the same pieces interruptible, and these counted.
 
@@ -258,7 +271,9 @@ def _start(
     watch = request.watch or partial(interrupt_on_disconnect, request.sock)
     held.enter_context(watch(pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
-    return source, pull, counted(pull, admission, request.record, returns_trace=valid.return_trace)
+    judges = entity.guardrails.output.scorers if valid.sampling is not None else ()
+    pieces = scorers.judged(server.scorers, judges, inputs, pull) if judges else pull
+    return source, pull, counted(pieces, admission, request.record, returns_trace=valid.return_trace)
 
 
 def _asked(entity: ServedEntity, valid: ValidRequest, request: Request) -> Asked | None:

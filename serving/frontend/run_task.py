@@ -12,7 +12,6 @@ from ..modes import Admission
 from ..observability.access_record import AccessRecord
 from ..routing.served_endpoints import ServedEntity
 from ..tasks.reply import embed, generate, score
-from .streams.in_flight import InterruptibleIterator
 
 
 def run_task(entity: ServedEntity, valid: ValidRequest, admission: Admission | None) -> generate.Pieces:
@@ -26,10 +25,10 @@ def run_task(entity: ServedEntity, valid: ValidRequest, admission: Admission | N
 
 
 def counted(
-    pull: InterruptibleIterator[Piece], admission: Admission | None, record: AccessRecord, *, returns_trace: bool
+    pieces: Iterator[Piece], admission: Admission | None, record: AccessRecord, *, returns_trace: bool
 ) -> Iterator[Piece]:
     """Yield pieces, recorded, and settle the request with its last one."""
-    for piece in pull:
+    for piece in pieces:
         record.see(piece)
         if admission is not None and isinstance(piece, Done):
             used = piece.usage

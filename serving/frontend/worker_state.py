@@ -21,6 +21,7 @@ from ..tasks.cache_salt import CacheSalts
 from .limits.memory_budget import MemoryBudget
 from .limits.refusal_limit import RefusalLimit
 from .offload import Offload
+from .scorers import Scorers
 from .shadow_queue import ShadowQueue
 from .streams.in_flight import InFlightRequests
 
@@ -69,6 +70,7 @@ class WorkerState:
     runtime_dir: str | None = None
     find_models: FindModels | None = None
     prompts: PromptRegistry | None = None
+    scorers: Scorers = field(default_factory=lambda: Scorers(""))
     payloads: PayloadQueue | None = None
     shadows: ShadowQueue = field(default_factory=ShadowQueue)
     batches_changed: Event = field(default_factory=Event)
@@ -120,4 +122,5 @@ def make_server(
             what="images",
         ),
         refusals=RefusalLimit(settings.refusals_per_minute),
+        scorers=Scorers(settings.guardrail_scorers),
     )

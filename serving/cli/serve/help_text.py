@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Keys and TLS": (
         "database", "require_keys", "tls_cert", "tls_key", "tls_client_ca", "probe_tls_client_ca", "jwt_jwks",
         "jwt_issuer", "jwt_audience", "jwt_algorithms", "jwt_leeway", "jwt_subject_claim", "jwt_tenant_claim",
-        "jwt_scope_claim", "jwt_endpoints_claim", "jwt_weight_claim", "end_user_header",
+        "jwt_scope_claim", "jwt_endpoints_claim", "jwt_weight_claim", "end_user_header", "guardrail_scorers",
     ),
     "Limits": (
         "max_connections", "max_connections_per_address", "max_queued", "default_max_tokens", "timeout",

@@ -163,6 +163,11 @@ _OPTIONS = (
         "--end-user-header",
         help="Header in which keys with the scope end_users name the end user whose limits apply.",
     ),
+    option(
+        "--guardrail-scorers",
+        default=DEFAULTS.guardrail_scorers,
+        help="Scorers of MLflow's (module:name, separated by commas) that guardrails of endpoints may use.",
+    ),
     option("--require-keys", is_flag=True, help="Refuse requests without an API key (needs --database)."),
     _setting(
         "--timeout",

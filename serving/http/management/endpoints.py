@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 
 from ...dialects import DIALECTS
-from ...endpoints.config_body import config_body
+from ...endpoints.config_body import config_body, guardrails
 from ...endpoints.management_body import NEW_ENDPOINT, NEW_RATE_LIMITS, ROLLBACK, TAG_CHANGES
 from ...endpoints.reply_types import ConfigVersions, EndpointInfo, EndpointInfos, RateLimitInfos, TagInfos
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request, with_body
 from ...frontend.worker_state import WorkerState
 from ...interface.errors import Conflict
+from ...interface.guardrails import check_scorers
 from ...observability import metrics
 from ..route import NoFields, Route
 from .paths import SERVING_ENDPOINTS
@@ -24,6 +25,7 @@ def create(server: WorkerState, request: Request) -> Answer:
     if body.get("rate_limits"):
         _check_ledger(server, "rate_limits")
     _check_log(server, body.get("config"), "config.payload_log")
+    _check_scorers(server, body.get("config"), "config.guardrails")
     return json_answer(endpoints.create(body, by=request.actor))
 
 
@@ -47,6 +49,7 @@ def delete(server: WorkerState, request: Request) -> Answer:
 def update_config(server: WorkerState, request: Request) -> Answer:
     endpoints, body = server.managed_endpoints(), request.json()
     _check_log(server, body, "payload_log")
+    _check_scorers(server, body, "guardrails")
     return json_answer(endpoints.update_config(request.name, body, by=request.actor))
 
 
@@ -94,6 +97,11 @@ def _check_ledger(server: WorkerState, field: str) -> None:
 def _check_log(server: WorkerState, config: object, field: str) -> None:
     if server.ledger is None and isinstance(config, dict) and config.get("payload_log") is not None:
         raise Conflict(f"{field}: this server has no database to keep texts in; start it with --database")
+
+
+def _check_scorers(server: WorkerState, config: object, field: str) -> None:
+    if isinstance(config, dict) and config.get("guardrails") is not None:
+        check_scorers(guardrails(config["guardrails"], field), server.scorers.names, field)
 
 
 ONE = f"{SERVING_ENDPOINTS}/<name>"

@@ -14,12 +14,20 @@ from mlflow_llm.serving.cli.endpoints.config_options import changed, guardrail_r
 from mlflow_llm.serving.cli.serve.spec_files import read_serve_spec
 from mlflow_llm.serving.cli.serve.spec_schema import schema
 from mlflow_llm.serving.control.model_sources import config_of
-from mlflow_llm.serving.control.spec import EndpointSpec
+from mlflow_llm.serving.control.settings import ServerSettings
+from mlflow_llm.serving.control.spec import EndpointSpec, ServeSpec
 from mlflow_llm.serving.endpoints.config import config_to_wire
-from mlflow_llm.serving.endpoints.config_body import config_body
+from mlflow_llm.serving.endpoints.config_body import config_body, guardrails
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import InvalidField
-from mlflow_llm.serving.interface.guardrails import Guardrails, Pii, TextRules
+from mlflow_llm.serving.interface.guardrails import (
+    Guardrails,
+    Pii,
+    ScorerRule,
+    TextRules,
+    check_scorers,
+    scorer_names,
+)
 
 CONFIG: dict[str, Any] = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
 NO_CHANGE: dict[str, Any] = {"models": [], "split": {}, "engine_settings": {}, "defaults": {}}
@@ -51,6 +59,8 @@ def test_a_config_has_guardrails() -> None:
         ({"output": {"pii": {"behavior": "MASK", "types": []}}}, "config.guardrails.output.pii.types"),
         ({"output": {"invalid_keywords": [" "]}}, r"config.guardrails.output.invalid_keywords\[0\]"),
         ({"before": {}}, "config.guardrails.before"),
+        ({"input": {"scorers": [{"scorer": "os.system"}]}}, r"config.guardrails.input.scorers\[0\].scorer"),
+        ({"input": {"scorers": [{"scorer": "a:b", "timeout": 0}]}}, r"config.guardrails.input.scorers\[0\].timeout"),
         (True, "config.guardrails"),
     ],
 )
@@ -86,3 +96,17 @@ def test_commands_and_spec_files_have_guardrails(tmp_path: Path, instant_bundle:
     one["guardrails"] = rules
     file.write_bytes(msgspec.json.encode({"endpoints": [one], "settings": {}}))
     assert read_serve_spec(str(file)).resolved().endpoints[0].guardrails == Guardrails(output=TextRules(pii=MASK))
+
+
+def test_only_scorers_that_the_server_has_may_be_used(instant_bundle: Bundle) -> None:
+    """A configuration that names another one is refused by its place, since naming it would import its module."""
+    given = {"output": {"scorers": [{"scorer": "rules:polite", "on_error": "PASS"}]}}
+    found = guardrails(given, "guardrails")
+    assert found.output.scorers == (ScorerRule(scorer="rules:polite", on_error="PASS", timeout=10.0),)
+    check_scorers(found, scorer_names("rules:other, rules:polite"), "guardrails")
+    with pytest.raises(InvalidField, match=r"guardrails.output.scorers\[0\].scorer.*--guardrail-scorers\): none"):
+        check_scorers(found, (), "config.guardrails")
+    endpoint = EndpointSpec(name="a", entity="/m", bundle=instant_bundle, guardrails=found)
+    with pytest.raises(InvalidField, match=r"endpoints\[0\].guardrails.output.scorers\[0\].scorer"):
+        ServeSpec(endpoints=(endpoint,), settings=ServerSettings()).resolved()
+    ServeSpec(endpoints=(endpoint,), settings=ServerSettings(guardrail_scorers="rules:polite")).resolved()

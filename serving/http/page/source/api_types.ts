@@ -681,6 +681,13 @@ export interface ScoredToken {
   top_logprobs: AlternativeToken[];
 }
 
+/** A scorer of MLflow's that judges whole texts: `module:name`. `on_error` says what its failure means for a text, and so does one that takes more than `timeout` seconds. */
+export interface ScorerRule {
+  scorer: string;
+  on_error: "BLOCK" | "PASS";
+  timeout: number;
+}
+
 /** A served entity as it was asked for, and the model that was found for it. */
 export interface ServedEntityInfo {
   name: string;
@@ -782,6 +789,7 @@ export interface TextRules {
   invalid_keywords: string[];
   pii: Pii;
   safety: boolean;
+  scorers: ScorerRule[];
 }
 
 export interface TrafficInfo {

@@ -1,0 +1,165 @@
+"""Scorers of MLflow's as guardrails: they judge whole texts, in a process of their own beside each worker."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import gevent
+from gevent import socket
+from gevent.lock import BoundedSemaphore
+from msgspec import to_builtins
+
+from ..interface.errors import RequestError, Unavailable
+from ..interface.guardrails import ScorerRule, scorer_names
+from ..interface.reply import Choice, Done, Ended, Piece
+from ..interface.request import Raw, RawChat, RawCompletion, RawEmbedding, RawScore, TextPart
+from ..system import child, logs
+from ..tasks.reply.generate import gather
+
+START_SECONDS = 120.0  # in which a process has imported MLflow and the scorers
+RETRY_AFTER = 5.0
+
+
+class ScorerFailed(Exception):
+    """No verdict: the scorer failed, took too long, or is none of the server's."""
+
+
+class Scorers:
+    """The scorers that ``names`` allow, and the process that runs them, one text after another. It is started for the
+    first question, and again after one that took too long. For greenlets only."""
+
+    def __init__(self, names: str) -> None:
+        self.names = scorer_names(names)
+        self._turn = BoundedSemaphore()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Any = None
+
+    def passes(self, rule: ScorerRule, inputs: Any, text: str) -> bool:
+        """Return whether a scorer lets ``text`` pass. Raises ``ScorerFailed``. Its time counts from its turn on."""
+        if rule.scorer not in self.names:
+            raise ScorerFailed("the server was not started with it (--guardrail-scorers)")
+        with self._turn:
+            try:
+                self._start()
+                question = {"scorer": rule.scorer, "inputs": inputs, "outputs": text}
+                with gevent.Timeout(rule.timeout, TimeoutError(f"no answer within {rule.timeout:g} s")):
+                    self._connection.sendall(json.dumps(question).encode() + b"\n")
+                    found = json.loads(self._line())
+            except BaseException as error:  # the answer to this question must not be read as that to the next
+                self.close()
+                if isinstance(error, OSError | ValueError):
+                    raise ScorerFailed(str(error) or type(error).__name__) from error
+                raise
+        if "error" in found:
+            raise ScorerFailed(str(found["error"]))
+        return bool(found["passes"])
+
+    def _start(self) -> None:
+        if self._process is not None:
+            return
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            command = child.python_command("serving.control.scorer_process", str(theirs.fileno()), *self.names)
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=child.environment(),
+            )
+        with gevent.Timeout(START_SECONDS, TimeoutError(f"it did not start within {START_SECONDS:g} s")):
+            self._line()
+
+    def _line(self) -> bytes:
+        found = b""
+        while not found.endswith(b"\n"):
+            data = self._connection.recv(65536)
+            if not data:
+                raise ConnectionError("its process has ended; the server's log may say why")
+            found += data
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._connection.close()
+            process.kill()
+            process.wait()
+
+
+def check_input(scorers: Scorers, rules: Iterable[ScorerRule], raw: Raw) -> None:
+    """Raise ``RequestError`` if a scorer blocks the texts of a request, and ``Unavailable`` if one has failed."""
+    for rule in rules:
+        inputs, text, field = _asked(raw)
+        try:
+            if scorers.passes(rule, inputs, text):
+                continue
+        except ScorerFailed as error:
+            _log(rule, error)
+            if rule.on_error == "PASS":
+                continue
+            told = f"the input guardrail {rule.scorer!r} of this endpoint gave no verdict"
+            raise Unavailable(told, retry_after=RETRY_AFTER) from error
+        told = f"{field}: the input guardrail {rule.scorer!r} of this endpoint blocks the request"
+        raise RequestError(told, param=field)
+
+
+def judged(scorers: Scorers, rules: tuple[ScorerRule, ...], inputs: Any, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield the pieces of a reply once it is complete; of a choice that a scorer blocks, only that it was filtered."""
+    held = list(pieces)
+    reply = gather(held)
+    blocked = {choice.index for choice in reply.choices if not _pass(scorers, rules, inputs, choice)}
+    for piece in held:
+        if isinstance(piece, Done) or piece.index not in blocked:
+            yield piece
+        elif isinstance(piece, Ended):
+            yield Ended(index=piece.index, finish_reason="content_filter")
+
+
+def _pass(scorers: Scorers, rules: tuple[ScorerRule, ...], inputs: Any, choice: Choice) -> bool:
+    calls = (f"{call.name}({call.arguments})" for call in choice.calls)
+    text = "\n".join(filter(None, (choice.text, *calls)))
+    for rule in rules:
+        try:
+            if not scorers.passes(rule, inputs, text):
+                return False
+        except ScorerFailed as error:
+            _log(rule, error)
+            if rule.on_error == "BLOCK":
+                return False
+    return True
+
+
+def _log(rule: ScorerRule, error: ScorerFailed) -> None:
+    logs.event("guardrail without verdict", level=30, scorer=rule.scorer, on_error=rule.on_error, error=str(error))
+
+
+def inputs_of(raw: Raw) -> Any:
+    """Return what a request asks, as scorers get it."""
+    return _asked(raw)[0]
+
+
+def _asked(raw: Raw) -> tuple[Any, str, str]:
+    """Return the inputs of a request for scorers, the text of it that they judge, and the field that has it."""
+    if isinstance(raw, RawChat):
+        messages = [{"role": one.role, "content": _said(one.content)} for one in raw.messages]
+        return {"messages": messages}, messages[-1]["content"] if messages else "", "messages"
+    texts: dict[str, Any] = {}
+    if isinstance(raw, RawCompletion):
+        texts = {"prompt": list(raw.prompts)}
+    elif isinstance(raw, RawEmbedding):
+        texts = {"input": list(raw.inputs)}
+    elif isinstance(raw, RawScore):
+        texts = {raw.names[0]: list(raw.queries), raw.names[1]: list(raw.documents)}
+    plain = to_builtins(texts)
+    return plain, "\n".join(str(one) for found in plain.values() for one in found), next(iter(plain), "prompt")
+
+
+def _said(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content if isinstance(part, TextPart))
