@@ -104,8 +104,8 @@ def read(words: Sequence[str]) -> Found:
     rest = list(words)
     lines: list[Line] = []
     while rest and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", rest[0]):
-        name, _, value = rest.pop(0).partition("=")
-        lines.append(Line(flag=name, values=(value,), state=LEFT, note="variables of vLLM are not read"))
+        name, _, _ = rest.pop(0).partition("=")  # its value may be a secret
+        lines.append(Line(flag=name, values=(), state=LEFT, note="variables of vLLM are not read"))
     if rest and os.path.basename(rest[0]).startswith("python"):
         rest[0] = "python"
     start = next((one for one in STARTS if tuple(rest[: len(one)]) == one), None)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .....serving.sandbox import MAX_TEMPLATE
 from .go_template import Assignment, Continue, If, Output, Parser, Range, Unconverted, literal
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ def converted(source: str, before: str) -> str:
     Raises ``Unconverted``, which names the line of what has no conversion. Parts for tools and thinking, which Ollama
     sets itself, are left out, and a warning says so.
     """
+    if len(source) > MAX_TEMPLATE:
+        raise Unconverted(f"the template has {len(source)} characters; at most {MAX_TEMPLATE} are allowed")
     parser = Parser(source)
     try:
         nodes = parser.parse()

@@ -15,7 +15,7 @@ from typing import Any
 from .....serving.interface.errors import PackagingError, shown
 
 ACTION = re.compile(
-    r"\{\{(?P<left>-(?=\s))?(?P<body>(?:\"(?:\\.|[^\"\\])*\"|`[^`]*`|.)*?)(?P<right>(?<=\s)-)?\}\}", re.DOTALL
+    r"\{\{(?P<left>-(?=\s))?(?P<body>(?:\"(?:\\.|[^\"\\])*\"|`[^`]*`|[^\"`])*?)(?P<right>(?<=\s)-)?\}\}", re.DOTALL
 )
 TOKEN = re.compile(r'\s*("(?:\\.|[^"\\])*"|`[^`]*`|\$?\.?[A-Za-z_][\w.]*|\$\.?[\w.]*|\.[\w.]*|[()]|-?\d+|:=|,|\S)')
 ASSIGNMENT = re.compile(r"\$(\w+)\s*:?=\s*(.+)", re.DOTALL)

@@ -70,8 +70,8 @@ def sort(instructions: Sequence[Instruction]) -> Parameters:
             value = _value(one, kind)
             if field == "stop":
                 defaults[field] = [*defaults.get(field, ()), value]
-            elif one.key == "num_predict" and value in INFINITE:
-                defaults.pop(field, None)
+            elif (one.key == "num_predict" and value in INFINITE) or (one.key == "seed" and value < 0):
+                defaults.pop(field, None)  # no bound, and a seed that is drawn: as here without the field
             else:
                 defaults[field] = value
         elif one.key in SETTINGS:

@@ -114,6 +114,8 @@ def test_system_and_examples_come_first() -> None:
 
 
 REFUSED = {
+    "many quotes that are not closed": ("{{ " + '"a" ' * 5000, "line 1 of the template: an action is not closed"),
+    "too long": ("a" * 1_048_577, "at most"),
     "a function": ("a\n{{ len .Messages }}", r"line 2 of the template: '{{ len .Messages }}' has no conversion"),
     "a pipe": ("{{ .Prompt | json }}", "has no conversion"),
     "a field": ("{{ .Other }}", "has no conversion"),

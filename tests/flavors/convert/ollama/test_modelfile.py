@@ -67,7 +67,7 @@ def test_parameters_are_fields_settings_or_named() -> None:
     """Each parameter is a default of a field, a setting, or has a line that says why it has no effect."""
     given = {"temperature": "0.5", "top_k": "5", "num_predict": "-1", "num_ctx": "64", "mirostat": "2", "num_gpu": "9"}
     given |= {"repeat_penalty": "1.1", "repeat_last_n": "64"}
-    pairs = [*given.items(), ("stop", "a"), ("stop", "b"), ("tfs_z", "1"), ("temperature", "0.25")]
+    pairs = [*given.items(), ("stop", "a"), ("stop", "b"), ("tfs_z", "1"), ("temperature", "0.25"), ("seed", "-1")]
     found = sort([parameter(key, value) for key, value in pairs])
     assert found.defaults == {"temperature": 0.25, "top_k": 5, "repetition_penalty": 1.1, "stop": ["a", "b"]}
     assert found.settings == {"max_model_len": 64}

@@ -98,11 +98,12 @@ def run(*words: str) -> Result:
 
 def test_the_command_is_printed() -> None:
     """The command stands alone on standard output, with clients' names of the model as aliases."""
-    done = run("VLLM_USE_V1=1 vllm serve org/model \\\n--port 9000 --served-model-name org/chat gpt")
+    done = run("VLLM_API_KEY=secret vllm serve org/model \\\n--port 9000 --served-model-name org/chat gpt")
     assert done.stdout == (
         "mlflow-llm serve -m org/model=chat --model-alias org/chat=chat --model-alias gpt=chat --port 9000\n"
     )
-    assert "not taken: VLLM_USE_V1 1: variables of vLLM are not read" in done.stderr
+    assert "not taken: VLLM_API_KEY: variables of vLLM are not read" in done.stderr
+    assert "secret" not in done.output
     assert "vLLM listens on every address, this server on 127.0.0.1" in done.stderr
     words = run("--", "python3", "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model", "--host", "::")
     assert words.stdout == "mlflow-llm serve -m org/model=model --model-alias org/model=model --host ::\n"
