@@ -31,8 +31,8 @@ WORKERS = "pyspark.daemon"
 
 
 class Seen(NamedTuple):
-    """Counts of processes while rows were asked: the most engines ``at_once``, the ``places`` that engines had, and the
-    ``workers`` of Spark that asked."""
+    """The processes that ran while rows were asked: the most engines ``at_once``, the ``places`` that engines had, and
+    the ``workers`` of Spark that asked."""
 
     at_once: int
     places: set[str]

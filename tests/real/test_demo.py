@@ -39,14 +39,36 @@ def test_demo_prints_three_answers_with_usage(models, tmp_path):
     assert cat > rates
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_notebook_runs_cell_by_cell(models, tmp_path, monkeypatch):
-    """Every cell of the quickstart notebook runs."""
+@pytest.fixture
+def ran(models, tmp_path, monkeypatch):
+    """Return a function that runs a notebook in a folder of its own."""
     monkeypatch.setenv("MLFLOW_LLM_QUICKSTART_MODELS", str(models))
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where its store goes
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    notebook = nbformat.read(ROOT / "notebooks/quickstart.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=850, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+    def run(name):
+        notebook = nbformat.read(ROOT / f"notebooks/{name}.ipynb", as_version=4)
+        NotebookClient(notebook, timeout=850, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        return notebook
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_notebook_runs_cell_by_cell(ran, tmp_path):
+    """Every cell of the quickstart notebook runs."""
+    notebook = ran("quickstart")
     plots = [o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
     assert len(plots) == 1
     assert not [path for path in tmp_path.rglob("mlflow.db") if path.is_file()]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_notebook_of_batches_runs(ran):
+    """Every cell of the notebook runs, by Spark where there are pyspark and Java: three answers, a reason, a bill."""
+    notebook = ran("batch_with_spark")
+    texts = [o["data"]["text/plain"] for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o]
+    answers, bill, own = texts[-3:]
+    assert "Paris" in answers
+    assert "capitals" in bill
+    assert "Paris" in own
