@@ -94,8 +94,8 @@ def engine(
     check_address(listen)
     read_key(key_file)
     if join is not None:
-        if model_uri is not None or spec_file is not None or adapter_dirs:
-            raise click.UsageError("-m, --spec and --adapter-dir do not go with --join: the servers say what runs here")
+        if model_uri is not None or spec_file is not None:
+            raise click.UsageError("-m and --spec do not go with --join: the servers say what runs here")
         from .join import run_joined  # and SQLAlchemy
 
         run_joined(
@@ -105,6 +105,7 @@ def engine(
             listen=listen,
             key_file=key_file,
             config=config,
+            adapter_dirs=adapter_dirs,
             drain_timeout=drain_timeout,
             state_dir=runtime_dir,
         )

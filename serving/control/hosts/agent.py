@@ -66,7 +66,8 @@ class HostAgent:
     ``find`` fetches the model of an entity and raises ``PackagingError``, ``ServingError``. ``listen``
     (``tcp://host:port``) is the first address of its engines, the next ones have the ports after it; ``key_file`` has
     the key of their clients. ``grants`` are engine settings that run code which is not this package's, as this host
-    allows them. ``probe(engine)`` raises while an engine cannot work.
+    allows them, and ``adapter_dirs`` where adapters may be loaded from. ``probe(engine)`` raises while an engine
+    cannot work.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class HostAgent:
         find: Find,
         probe: Callable[[Engine], object],
         grants: Mapping[str, Any] | None = None,
+        adapter_dirs: tuple[str, ...] = (),
         drain_timeout: float = 30.0,
         state_dir: str | None = None,
         clock: Callable[[], float] = time.time,
@@ -90,7 +92,7 @@ class HostAgent:
         self._hosts, self._find, self._say = hosts, find, say
         self._address, self._first_port = reachable(listen)
         self._key_file, self._drain_timeout, self._state_dir = key_file, drain_timeout, state_dir
-        self._grants, self._monotonic = dict(grants or {}), monotonic
+        self._grants, self._adapter_dirs, self._monotonic = dict(grants or {}), adapter_dirs, monotonic
         self._own = EngineHost(
             host=host,
             name=name,
@@ -219,7 +221,9 @@ class HostAgent:
     def _listening(self, run: _Run, spec: EngineSpec) -> EngineSpec:
         """Return ``spec`` at an address of this host: that of an engine of an earlier command which still runs, or a
         free one."""
-        spec = msgspec.structs.replace(spec, key_file=self._key_file, drain_timeout=self._drain_timeout)
+        spec = msgspec.structs.replace(
+            spec, key_file=self._key_file, adapter_dirs=self._adapter_dirs, drain_timeout=self._drain_timeout
+        )
         if before := self._before.get(run.id):
             known = msgspec.structs.replace(spec, listen=before)
             if StateDirectory(*os.path.split(known.address(0, self._state_dir))).engine_alive:
