@@ -38,7 +38,7 @@ def gateway(url: str, state: str, seconds: float, clients: int) -> None:
     """Admit and settle requests from ``clients`` greenlets, and print how many and how long they took."""
     import gevent
 
-    from mlflow_llm.serving.frontend.store_threads import StoreThreads
+    from mlflow_llm.serving.frontend.background.store_threads import StoreThreads
     from mlflow_llm.serving.interface.errors import Unavailable
     from mlflow_llm.serving.metering.ledger.lease import Reservation
     from mlflow_llm.serving.metering.ledger.ledger import Ledger

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mlflow_llm.serving.frontend.store_threads import StoreThreads
+from mlflow_llm.serving.frontend.background.store_threads import StoreThreads
 from mlflow_llm.serving.metering.accounts.limits import Limits
 from mlflow_llm.serving.metering.accounts.money import Price
 from mlflow_llm.serving.metering.ledger.lease import Reservation

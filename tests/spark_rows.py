@@ -31,8 +31,8 @@ WORKERS = "pyspark.daemon"
 
 
 class Seen(NamedTuple):
-    """The processes that ran while rows were asked: the most engines ``at_once``, the ``places`` that engines had, and
-    the ``workers`` of Spark that asked."""
+    """What a run has seen of processes: the most engines ``at_once``, the ``places`` that engines had, and the
+    ``workers`` of Spark that asked."""
 
     at_once: int
     places: set[str]

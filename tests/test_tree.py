@@ -29,6 +29,7 @@ SMALL: Mapping[str, str] = {
 }
 LARGE: Mapping[str, str] = {
     "flavors/llm/save": "each file finds, checks or converts one part of a model, and save_model.py is their order",
+    "serving/metering/migrations/versions": "Alembic reads the revisions of a schema from one folder, a file each",
 }
 
 # Helpers that read private names, whose docstrings say why.

@@ -32,11 +32,11 @@ from ..tasks.request_weights import adapter_of
 from . import end_users, scorers
 from .addressing import address, candidates, check_limits, record_served
 from .answer import Answer
+from .background.shadow_queue import ShadowCopy, is_drawn
 from .dialect_choice import choose, has_open_dialect
 from .limits import rate_limit_headers
 from .operation import Request
 from .run_task import counted, run_task
-from .shadow_queue import ShadowCopy, is_drawn
 from .streams.first_bytes import Patience
 from .streams.in_flight import InterruptibleIterator, interrupt_at_deadline, interrupt_on_disconnect
 from .streams.stream import Stream

@@ -62,7 +62,9 @@ class Scorers:
             return
         self._connection, theirs = socket.socketpair()
         with theirs:
-            command = child.python_command("serving.control.scorer_process", str(theirs.fileno()), *self.names)
+            command = child.python_command(
+                "serving.control.mlflow_processes.scorer_process", str(theirs.fileno()), *self.names
+            )
             self._process = subprocess.Popen(
                 command,
                 pass_fds=(theirs.fileno(),),

@@ -21,9 +21,9 @@ from ..observability.access_record import AccessRecord
 from ..system import logs
 from ..tasks.prepare import Limits, prepare
 from ..tasks.reply import generate
+from .background.shadow_queue import ShadowCopy, ShadowQueue, drop
 from .limits.memory_budget import MemoryBudget
 from .run_task import counted, run_task
-from .shadow_queue import ShadowCopy, ShadowQueue, drop
 from .streams.in_flight import ClientGone, InFlightRequests, InterruptibleIterator, interrupt_at_deadline
 from .worker_state import PIXEL_BYTES_PER_BYTE, WorkerState
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import gevent
 
+from ..control.mlflow_processes.prompt_registry import PromptRegistry, is_configured
 from ..control.model_sources import locate
 from ..control.plan import PlanDirectory
-from ..control.prompt_registry import PromptRegistry, is_configured
 from ..control.resolver_pool import ResolverPool
 from ..control.settings import ServerSettings, ledger_dir
 from ..control.spec import ServeSpec, store_url
@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # each imports a library that a server which does not use it 
     from ..metering.accounts.keys import Keys
     from ..metering.ledger.ledger import Ledger
     from ..metering.store.store import Store
+    from .background.payload_queue import PayloadQueue
     from .jwt_tokens import Tokens
-    from .payload_queue import PayloadQueue
 
 
 def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None = None) -> WorkerState:
@@ -113,7 +113,7 @@ def _tokens(settings: ServerSettings) -> Tokens | None:
 
 def _payloads(ledger: Ledger) -> PayloadQueue:
     from ..metering.usage.payloads import Payloads
-    from .payload_queue import PayloadQueue
+    from .background.payload_queue import PayloadQueue
 
     queue = PayloadQueue(Payloads(ledger.store), ledger.now_ms)
     queue.start()
@@ -128,7 +128,7 @@ def _tracer(settings: ServerSettings, directory: Path) -> Tracer:
 
 def _store(url: str) -> Store:
     from ..metering.store.store import Store
-    from .store_threads import StoreThreads
+    from .background.store_threads import StoreThreads
 
     # patient: the controller has opened the store before, so if it does not answer now, it will later
     return Store(url, run=StoreThreads.for_url(url), patient=True)

@@ -18,21 +18,21 @@ from ..routing.model_aliases import ModelAliases
 from ..routing.plan_follower import PlanFollower
 from ..routing.served_endpoints import ServedEndpoints
 from ..tasks.cache_salt import CacheSalts
+from .background.shadow_queue import ShadowQueue
 from .limits.memory_budget import MemoryBudget
 from .limits.refusal_limit import RefusalLimit
 from .offload import Offload
 from .scorers import Scorers
-from .shadow_queue import ShadowQueue
 from .streams.in_flight import InFlightRequests
 
 if TYPE_CHECKING:
+    from ..control.mlflow_processes.prompt_registry import PromptRegistry
     from ..control.mlflow_resolver import ResolvedModel
-    from ..control.prompt_registry import PromptRegistry
 if TYPE_CHECKING:  # each imports a library that a server which does not use it must not load
     from ..metering.accounts.keys import Keys
     from ..metering.ledger.ledger import Ledger
+    from .background.payload_queue import PayloadQueue
     from .jwt_tokens import Tokens
-    from .payload_queue import PayloadQueue
 
 
 # Bytes of decoded images for each byte of a body: a photograph in JPEG has about ten times as many.

@@ -1,4 +1,4 @@
-"""``/api/2.0/prompts``: prompts of MLflow's registry, for the page's playground (``control.prompt_registry``).
+"""``/api/2.0/prompts``: prompts of MLflow's registry, for the page's playground (``control.mlflow_processes``).
 
 Callers with the scope ``invoke`` read them; those with ``manage`` also save versions.
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ...control.prompt_registry import PromptDetails, PromptList, PromptRegistry
+from ...control.mlflow_processes.prompt_registry import PromptDetails, PromptList, PromptRegistry
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Auth, Request, with_body
 from ...frontend.worker_state import WorkerState

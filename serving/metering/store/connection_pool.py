@@ -21,7 +21,7 @@ class ConnectionPool(sa.Pool):
 
     SQLAlchemy's own pool has locks, which are gevent's if gevent has patched ``threading``. A thread that finds such a
     lock held by another thread asks that thread's event loop to wake it, but in the threads that run transactions
-    (``http.store_threads``) that loop never runs, so the waiting thread would wait for ever. This pool therefore has no
+    (``store_threads``) that loop never runs, so the waiting thread would wait for ever. This pool therefore has no
     lock: each change is one operation on a deque, which no thread can interrupt.
     """
 

@@ -74,7 +74,7 @@ class Store:
     ``?synchronous=FULL`` in a SQLite URL makes every commit survive a power failure (NORMAL, the default, survives the
     end of any process). Opening a store migrates its schema, and creates it unless ``make`` is False; many processes
     may open a new database at once. ``run`` determines where transactions run: an event loop passes a runner that uses
-    threads (``http.store_threads``). Raises ``NoStore`` if there can be no store at the URL, and ``Unavailable`` if
+    threads (``store_threads``). Raises ``NoStore`` if there can be no store at the URL, and ``Unavailable`` if
     others hold it for too long. With ``patient``, for callers who know that the database exists, it also waits for one
     that does not answer.
     """

@@ -10,7 +10,7 @@ import click
 import msgspec
 import pytest
 
-from mlflow_llm.serving.cli.endpoints.config_options import changed, guardrail_rules, new_config
+from mlflow_llm.serving.cli.endpoints.config_options import GUARDRAILS, changed, new_config, settings_of
 from mlflow_llm.serving.cli.serve.spec_files import read_serve_spec
 from mlflow_llm.serving.cli.serve.spec_schema import schema
 from mlflow_llm.serving.control.model_sources import config_of
@@ -32,6 +32,10 @@ from mlflow_llm.serving.interface.guardrails import (
 CONFIG: dict[str, Any] = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
 NO_CHANGE: dict[str, Any] = {"models": [], "split": {}, "engine_settings": {}, "defaults": {}}
 MASK = Pii(behavior="MASK")
+
+
+def _guardrails(given: str) -> dict[str, Any] | None:
+    return settings_of("--guardrails", given, GUARDRAILS)
 
 
 def test_a_config_has_guardrails() -> None:
@@ -73,14 +77,17 @@ def test_bad_guardrails_are_refused_by_name(given: Any, field: str) -> None:
 def test_commands_and_spec_files_have_guardrails(tmp_path: Path, instant_bundle: Bundle) -> None:
     """The option takes a JSON object or off, a change keeps what it does not name, and a spec file has the field."""
     rules = {"output": {"pii": {"behavior": "MASK"}}}
-    changes = NO_CHANGE | {"models": CONFIG["served_entities"], "guardrails": guardrail_rules(json.dumps(rules))}
+    changes = NO_CHANGE | {
+        "models": CONFIG["served_entities"],
+        "guardrails": _guardrails(json.dumps(rules)),
+    }
     assert new_config(changes)["guardrails"] == rules
     served = config_to_wire(config_body(CONFIG | {"guardrails": rules}, "config")) | {"config_version": 1}
     served["served_entities"] = [one | {"name": "a"} for one in CONFIG["served_entities"]]
     assert changed(served, NO_CHANGE)["guardrails"]["output"]["pii"]["behavior"] == "MASK"
-    assert "guardrails" not in changed(served, NO_CHANGE | {"guardrails": guardrail_rules("off")})
+    assert "guardrails" not in changed(served, NO_CHANGE | {"guardrails": _guardrails("off")})
     with pytest.raises(click.UsageError, match="--guardrails on: expected off, or a JSON object"):
-        guardrail_rules("on")
+        _guardrails("on")
     masking = Guardrails(output=TextRules(pii=MASK))
     endpoint = EndpointSpec(name="a", entity="/m", bundle=instant_bundle, guardrails=masking)
     assert config_of(endpoint).guardrails == endpoint.guardrails

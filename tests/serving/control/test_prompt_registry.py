@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from stores import empty_store, own_stores
 
-from mlflow_llm.serving.control import prompt_registry
-from mlflow_llm.serving.control.prompt_process import answer
-from mlflow_llm.serving.control.prompt_registry import PromptRegistry, is_configured
+from mlflow_llm.serving.control.mlflow_processes import prompt_registry
+from mlflow_llm.serving.control.mlflow_processes.prompt_process import answer
+from mlflow_llm.serving.control.mlflow_processes.prompt_registry import PromptRegistry, is_configured
 from mlflow_llm.serving.interface.errors import Conflict, NotFound, Overloaded, RequestError, Unavailable
 
 PATIENCE = 300.0

@@ -16,8 +16,8 @@ from gevent.event import Event
 
 from mlflow_llm.serving.endpoints.config import EndpointConfig
 from mlflow_llm.serving.endpoints.store import EndpointStore
-from mlflow_llm.serving.frontend import payload_queue
-from mlflow_llm.serving.frontend.payload_queue import PayloadQueue
+from mlflow_llm.serving.frontend.background import payload_queue
+from mlflow_llm.serving.frontend.background.payload_queue import PayloadQueue
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.bundle import Bundle

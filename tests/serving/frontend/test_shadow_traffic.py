@@ -15,8 +15,8 @@ from gevent.event import Event
 
 from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.endpoints.store import EndpointStore
-from mlflow_llm.serving.frontend.payload_queue import PayloadQueue
-from mlflow_llm.serving.frontend.shadow_queue import is_drawn
+from mlflow_llm.serving.frontend.background.payload_queue import PayloadQueue
+from mlflow_llm.serving.frontend.background.shadow_queue import is_drawn
 from mlflow_llm.serving.frontend.shadow_runner import ShadowRunner
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app

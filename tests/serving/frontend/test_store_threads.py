@@ -12,7 +12,7 @@ import sys
 import gevent
 from mlflow_llm.serving.interface.errors import Unavailable
 from mlflow_llm.serving.metering import Store; from mlflow_llm.serving.metering.store import store as module
-from mlflow_llm.serving.frontend.store_threads import StoreThreads
+from mlflow_llm.serving.frontend.background.store_threads import StoreThreads
 
 store = Store(sys.argv[1], run=StoreThreads.for_url(sys.argv[1]))
 """

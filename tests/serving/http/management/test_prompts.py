@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from mlflow_llm.serving.control.prompt_registry import PromptRegistry
+from mlflow_llm.serving.control.mlflow_processes.prompt_registry import PromptRegistry
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.http.management.paths import PROMPTS

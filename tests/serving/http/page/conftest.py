@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # MLflow's registry is asked in the worker, since a process for each question takes seconds to import MLflow
 PROMPTS = """
 import os
-from mlflow_llm.serving.control import prompt_process, prompt_registry
+from mlflow_llm.serving.control.mlflow_processes import prompt_process, prompt_registry
 os.environ["MLFLOW_TRACKING_URI"] = {store!r}
 os.environ.pop("MLFLOW_REGISTRY_URI", None)
 prompt_registry._ask = lambda question, timeout: prompt_process.answer(question)

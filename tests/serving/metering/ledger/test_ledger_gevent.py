@@ -15,7 +15,7 @@ from mlflow_llm.serving.metering.ledger import ledger as module
 from mlflow_llm.serving.metering import Ledger, Limits, Reservation, Store, Usage, UsageFilter
 from mlflow_llm.serving.metering.accounts.limits import check_integrity
 from mlflow_llm.serving.metering.store.store import here
-from mlflow_llm.serving.frontend.store_threads import StoreThreads
+from mlflow_llm.serving.frontend.background.store_threads import StoreThreads
 
 module.ADMISSION_TIMEOUT = 240.0  # 200 at once on a busy machine
 url, state_dir, where = sys.argv[1:]
@@ -106,7 +106,7 @@ UNPATCHED = """
 import sys
 import gevent
 from mlflow_llm.serving.frontend import gevent_wait
-from mlflow_llm.serving.frontend.store_threads import StoreThreads
+from mlflow_llm.serving.frontend.background.store_threads import StoreThreads
 from mlflow_llm.serving.metering import Ledger, Limits, Reservation, Store
 
 gevent_wait.install()

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
-from ..interface.errors import Conflict, NotFound, Overloaded, RequestError, ServingError, Unavailable
-from ..system import child
-from .mlflow_resolver import run_child
+from ...interface.errors import Conflict, NotFound, Overloaded, RequestError, ServingError, Unavailable
+from ...system import child
+from ..mlflow_resolver import run_child
 
 VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
 TIMEOUT = 60.0  # seconds for a question, and the same for the wait for its turn
@@ -121,7 +121,7 @@ def _ask(question: Mapping[str, Any], timeout: float) -> Any:
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps(question).encode())
         file.seek(0)
-        command = child.python_command("serving.control.prompt_process", str(file.fileno()))
+        command = child.python_command("serving.control.mlflow_processes.prompt_process", str(file.fileno()))
         try:
             output, status = run_child(command, timeout, pass_fds=(file.fileno(),))
         except subprocess.TimeoutExpired:

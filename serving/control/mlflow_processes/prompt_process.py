@@ -1,8 +1,8 @@
 """The process that asks MLflow's prompt registry one question.
 
-``python -m mlflow_llm.serving.control.prompt_process FD`` reads the question, a JSON object, from the file descriptor
-``FD`` and prints the answer or the error as a line of JSON. A process of its own keeps MLflow, whose client waits for
-minutes, out of the server's processes.
+``python -m mlflow_llm.serving.control.mlflow_processes.prompt_process FD`` reads the question, a JSON object,
+from the file descriptor ``FD`` and prints the answer or the error as a line of JSON. A process of its own keeps MLflow,
+whose client waits for minutes, out of the server's processes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..interface.errors import PackagingError, without_password
-from .mlflow_resolver import end_with_parent
+from ...interface.errors import PackagingError, without_password
+from ..mlflow_resolver import end_with_parent
 
 HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # unless the operator set others
 MAX_VERSIONS = 100

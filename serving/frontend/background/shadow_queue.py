@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from gevent.event import Event
 
-from ..interface.labels import Labels
-from ..interface.payload_log import PayloadLog
-from ..interface.request import RawRequest
-from ..metering.accounts.authorization import Caller
-from ..observability import metrics
-from ..routing.served_endpoints import ServedEntity
+from ...interface.labels import Labels
+from ...interface.payload_log import PayloadLog
+from ...interface.request import RawRequest
+from ...metering.accounts.authorization import Caller
+from ...observability import metrics
+from ...routing.served_endpoints import ServedEntity
 
 MAX_BYTES = 16 * 2**20
 """Bytes of bodies whose copies wait in one worker."""

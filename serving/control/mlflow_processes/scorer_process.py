@@ -1,8 +1,8 @@
 """The process that runs MLflow's scorers for the guardrails of one worker.
 
-``python -m mlflow_llm.serving.control.scorer_process FD SCORER…`` imports the scorers (``module:name``), and then
-answers questions, each a JSON object in a line, on the socket ``FD`` until its other end closes. A process of its own
-keeps MLflow, and what a scorer does, out of the worker.
+``python -m mlflow_llm.serving.control.mlflow_processes.scorer_process FD SCORER…`` imports the scorers
+(``module:name``), and then answers questions, each a JSON object in a line, on the socket ``FD`` until its other end
+closes. A process of its own keeps MLflow, and what a scorer does, out of the worker.
 """
 
 from __future__ import annotations

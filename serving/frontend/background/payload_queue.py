@@ -13,12 +13,12 @@ from collections.abc import Callable
 import gevent
 from gevent.event import Event
 
-from ..interface.errors import Unavailable
-from ..interface.payload_log import MAX_TEXT, PayloadLog
-from ..metering.usage.payloads import Payload, Payloads
-from ..observability import metrics
-from ..observability.payload_capture import Capture, Captured
-from ..system import logs
+from ...interface.errors import Unavailable
+from ...interface.payload_log import MAX_TEXT, PayloadLog
+from ...metering.usage.payloads import Payload, Payloads
+from ...observability import metrics
+from ...observability.payload_capture import Capture, Captured
+from ...system import logs
 
 MAX_QUEUED = 1000
 MAX_QUEUED_BYTES = 16 * 2**20
