@@ -31,7 +31,7 @@ WORKERS = "pyspark.daemon"
 
 
 class Seen(NamedTuple):
-    """What a run has seen of processes: the most engines ``at_once``, the ``places`` that engines had, and the
+    """Engines and workers that a run has seen: the most engines ``at_once``, the ``places`` that engines had, and the
     ``workers`` of Spark that asked."""
 
     at_once: int
