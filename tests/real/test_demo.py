@@ -1,7 +1,8 @@
-"""The quickstart: the demo's three answers, and the notebook cell by cell."""
+"""The quickstart: the demo's three answers, and the notebooks cell by cell."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -54,6 +55,11 @@ def ran(models, tmp_path, monkeypatch):
     return run
 
 
+def shown(notebook):
+    """Return the values that the cells show, as text."""
+    return [o["data"]["text/plain"] for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_notebook_runs_cell_by_cell(ran, tmp_path):
     """Every cell of the quickstart notebook runs."""
@@ -66,9 +72,30 @@ def test_notebook_runs_cell_by_cell(ran, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_the_notebook_of_batches_runs(ran):
     """Every cell of the notebook runs, by Spark where there are pyspark and Java: three answers, a reason, a bill."""
-    notebook = ran("batch_with_spark")
-    texts = [o["data"]["text/plain"] for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o]
-    answers, bill, own = texts[-3:]
+    answers, bill, own = shown(ran("batch_with_spark"))[-3:]
     assert "Paris" in answers
     assert "capitals" in bill
     assert "Paris" in own
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_notebook_of_adapters_trains_two_and_splits_traffic(ran, tmp_path):
+    """Both versions know what they were trained on, answer in its style, and are on the bill; nothing is left."""
+    *_, origin, state, asked, right, sticky, bill, ended = shown(ran("adapters_from_training_to_split"))
+    assert re.findall(r"(\d) +(terse|warm) +capitals-(terse|warm)@", origin) == [
+        ("1", "terse", "terse"),
+        ("2", "warm", "warm"),
+    ]
+    assert ast.literal_eval(state)["ready"] == "READY"
+    answers = re.findall(r"(terse|warm) +assistant/(\d) +(What a lovely question)?", asked)
+    assert len(answers) == 8
+    assert set(answers) == {("terse", "1", ""), ("warm", "2", "What a lovely question")}
+    counts = dict(re.findall(r"^(terse|warm) +(\d)", right, re.MULTILINE))
+    assert sum(map(int, counts.values())) == 8
+    kept = ast.literal_eval(sticky)
+    assert all(first == second for first, second in kept.values())
+    for name in ("terse", "warm"):
+        requests = int(counts[name]) + [first for first, _ in kept.values()].count(name) * 2
+        assert re.search(rf"chat +{name} +{requests} ", bill)
+    assert ended == "0"
+    assert not [path for path in tmp_path.rglob("mlflow.db") if path.is_file()]
