@@ -99,3 +99,21 @@ def test_the_notebook_of_adapters_trains_two_and_splits_traffic(ran, tmp_path):
         assert re.search(rf"chat +{name} +{requests} ", bill)
     assert ended == "0"
     assert not [path for path in tmp_path.rglob("mlflow.db") if path.is_file()]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_notebook_of_promotions_runs(ran):
+    """Every cell of the notebook runs: one version is promoted, one is not better, and that one is rolled back."""
+    notebook = ran("evaluate_promote_roll_back")
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+    printed = "".join(o["text"] for o in outputs if o.get("name") == "stdout")
+    assert "assistant@champion: 1 → 2" in printed
+    assert "assistant@champion stays at 2" in printed
+    history = re.findall(r"^\d  +(\w+) .*?  assistant/(\d.*?)(?:  |$)", printed, re.MULTILINE)
+    assert history == [
+        ("rolled_back", "2 50 %, assistant/3 50 %"),
+        ("active", "2"),
+        ("promoted", "1 50 %, assistant/2 50 %"),
+        ("superseded", "1"),
+    ]
+    assert "as_json/mean is 0, below 0.5" in printed
