@@ -102,7 +102,7 @@ def test_the_notebook_of_adapters_trains_two_and_splits_traffic(ran, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_notebook_of_promotions_runs(ran):
+def test_the_notebook_of_promotions_runs(ran, tmp_path):
     """Every cell of the notebook runs: one version is promoted, one is not better, and that one is rolled back."""
     notebook = ran("evaluate_promote_roll_back")
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
@@ -117,3 +117,4 @@ def test_the_notebook_of_promotions_runs(ran):
         ("superseded", "1"),
     ]
     assert "as_json/mean is 0, below 0.5" in printed
+    assert not [path for path in tmp_path.rglob("*.db") if path.is_file()]
