@@ -108,6 +108,7 @@ def request_of(reply_id: str) -> str:
 
 def logged_body(store: Store, request_id: str) -> bytes | None:
     """Return the request's body from its endpoint's payload log; None where it is not there."""
-    query = sa.select(payloads.c.request).where(payloads.c.request_id == request_of(request_id))
+    this = sa.and_(payloads.c.request_id == request_of(request_id), ~payloads.c.shadow)  # which have no body
+    query = sa.select(payloads.c.request).where(this)
     found = store.read(lambda connection: connection.execute(query).scalars().first())
     return None if found is None else found.encode()

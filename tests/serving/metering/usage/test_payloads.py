@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.interface.payload_log import PayloadLog, redacted_json
 from mlflow_llm.serving.metering import Audit, AuditFilter, Store
+from mlflow_llm.serving.metering.proof.recorded import logged_body
 from mlflow_llm.serving.metering.store.tables import endpoints
 from mlflow_llm.serving.metering.usage.payloads import Payload, Payloads, write_parquet
 
@@ -55,6 +56,14 @@ def test_rows_come_back_as_they_were_added(payloads: Payloads) -> None:
     assert payloads.logged(["r1", "r9"], NOW) == {"r1"}
     with pytest.raises(InvalidField, match="cursor"):
         payloads.page("a", NOW, limit=3, cursor="x")
+
+
+def test_the_body_to_repeat_is_never_that_of_a_copy(store: Store, payloads: Payloads) -> None:
+    """A shadow's answer is logged under the request's id without its body, and may come first."""
+    add(payloads, [payload(1, request=None, shadow=True)])
+    assert logged_body(store, "r1") is None
+    add(payloads, [payload(1, request='{"prompt": "Hi"}'), payload(1, request=None, shadow=True)])
+    assert logged_body(store, "chatcmpl-r1") == b'{"prompt": "Hi"}'
 
 
 def test_the_oldest_rows_go_first(payloads: Payloads) -> None:
