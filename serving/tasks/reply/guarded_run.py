@@ -145,9 +145,9 @@ def filtered_arguments(arguments: str, rules: TextRules, *, custom: bool = False
     """
     try:
         value = None if custom else msgspec.json.decode(arguments)
+        left, blocked = filtered_json(value, rules)
     except (msgspec.DecodeError, RecursionError):
         value = None
     if value is None:
         return filtered(arguments, rules)
-    left, blocked = filtered_json(value, rules)
     return (arguments if left == value else msgspec.json.encode(left).decode()), blocked

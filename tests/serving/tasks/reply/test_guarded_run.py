@@ -98,6 +98,9 @@ def test_arguments_without_a_match_stay_as_they_are() -> None:
     """Spaces and escapes of the model are kept; a call that was cut off is filtered as text."""
     for arguments in ('{ "a" : "\\u00e9" }', '{"a": 1e5', ""):
         assert filtered_arguments(arguments, MASK) == (arguments, None)
+    # decoded, but too deep to be read entry by entry
+    deep = '{"to": ' + "[" * 900 + '"ada@example.org"' + "]" * 900 + "}"
+    assert filtered_arguments(deep, MASK) == (deep.replace("ada@example.org", "[redacted]"), None)
     assert filtered_arguments('{"to": "ada@example.org", "c', MASK)[0] == '{"to": "[redacted]", "c'
     assert filtered_arguments("to ada@example.org", MASK, custom=True)[0] == "to [redacted]"
 
