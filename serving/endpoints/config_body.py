@@ -323,6 +323,9 @@ def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> Enti
     if item.get("shadow") is not None and maximum is not None:
         allowed = "none: copies of requests run in the time that others leave"
         raise InvalidField(f"{field}.max_provisioned_throughput", maximum, allowed)
+    if item.get("shadow") is not None and item.get("canary") is not None:
+        allowed = "none of a shadow, which has no traffic to share: it moves at once"
+        raise InvalidField(f"{field}.canary", msgspec.to_builtins(item["canary"]), allowed)
     return EntityConfig(
         name=name_in_urls(item.get("name", _name_of(entity_name, version)), f"{field}.name"),
         entity_name=entity_name,

@@ -301,6 +301,11 @@ def test_the_config_of_a_shadow() -> None:
         ({"shadow": {"share": 1}}, None, r"served_entities\[1\].shadow.share"),
         ({"shadow": True}, None, r"served_entities\[1\].shadow"),
         ({"min_provisioned_throughput": 5}, None, r"served_entities\[1\].max_provisioned_throughput"),
+        (
+            {"entity_name": "a", "entity_version": "champion", "follow_alias": True, "canary": {}},
+            None,
+            r"served_entities\[1\].canary.*a shadow",
+        ),
         ({}, {"v1": 90, "v2": 10}, r"traffic_config.routes\[1\].traffic_percentage: 10 .* v2 is a shadow"),
     ],
 )
