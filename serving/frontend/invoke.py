@@ -6,21 +6,16 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
-
-from mlflow_llm import __version__
-
 from ..dialects import Head, InferenceRoute, StreamEncoder
-from ..interface.errors import Conflict, InvalidField, NotFound, ServingError, Unavailable
+from ..interface.errors import InvalidField, ServingError
 from ..interface.logits_size import logits_size
 from ..interface.reply import Piece, Reply
 from ..interface.request import RawRequest, ValidRequest
-from ..metering.proof.answers import Asked, OutputHashes, asked_of, body_digest
-from ..metering.proof.receipts import encode, receipt_of
+from ..metering.proof.answers import OutputHashes, body_digest
 from ..modes import Admission, Target
 from ..routing.served_endpoints import ServedEntity
 from ..tasks.input_guard import guarded
@@ -29,14 +24,15 @@ from ..tasks.reply import generate
 from ..tasks.reply.guarded_run import check_output
 from ..tasks.reply_size import fixed_size
 from ..tasks.request_weights import adapter_of
-from . import end_users, scorers
+from . import end_users, receipts, scorers
 from .addressing import address, candidates, check_limits, record_served
 from .answer import Answer
-from .background.shadow_queue import ShadowCopy, is_drawn
+from .background.shadow_queue import ShadowCopy
 from .dialect_choice import choose, has_open_dialect
 from .limits import rate_limit_headers
 from .operation import Request
 from .run_task import counted, run_task
+from .shadow_copies import copies_of
 from .streams.first_bytes import Patience
 from .streams.in_flight import InterruptibleIterator, interrupt_at_deadline, interrupt_on_disconnect
 from .streams.stream import Stream
@@ -44,10 +40,6 @@ from .streams.token_writer import token_writer
 from .worker_state import WorkerState
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-RECEIPT_HEADER = "x-mlflow-llm-receipt"
-RECEIPT_PATH = "/api/2.0/receipts"
-COMPUTED = ("backend", "device", "dtype", "quantization", "kernels", "instruction_set", "kv_cache_dtype", "threads")
-"""Facts about an engine that can change the last bits of its results (``docs/determinism.md``)."""
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -63,7 +55,7 @@ def invoke(server: WorkerState, request: Request) -> Answer:
 
 def _invoked(server: WorkerState, request: Request) -> Answer:
     server.load_shedder.check_open()
-    wants_receipt = _wants_receipt(server, request)
+    wants_receipt = receipts.is_wanted(server, request)
     known = candidates(server.endpoints.seen_by(request.caller), request)
     check_limits(server, request, known, _inference(request).task)
     with server.memory.allocate(request.payer(server)) as allocation:
@@ -78,7 +70,7 @@ def _invoked(server: WorkerState, request: Request) -> Answer:
             for copy in copies:
                 server.shadows.put(copy)
             if wants_receipt:  # a stream's headers are sent before it is settled
-                request.record.headers[RECEIPT_HEADER] = f"{RECEIPT_PATH}/{valid.request_id}"
+                receipts.name_place(request, valid)
             if valid.stream:
                 encoder = request.dialect.stream(valid, echoed)
                 judges = bool(entity.guardrails.output.scorers)  # of the whole reply
@@ -89,28 +81,9 @@ def _invoked(server: WorkerState, request: Request) -> Answer:
                 return _streamed(Stream(encoder, pieces, request.record, held.pop_all(), tokens, patience), encoder)
             reply = generate.gather(pieces)
             if wants_receipt:
-                _add_receipt(server, request, valid)
+                receipts.add(server, request, valid)
         size = reply.size + len(echoed) + (fixed_size(valid, 0) if valid.scoring is not None else 0)
         return server.offload(size, _whole, request, valid, echoed, reply)
-
-
-def _wants_receipt(server: WorkerState, request: Request) -> bool:
-    """Return whether the reply is to have a signed receipt. Raises ``InvalidField``."""
-    given = request.headers.get(RECEIPT_HEADER)
-    if given is None or given == "false":
-        return False
-    if given != "true":
-        raise InvalidField(RECEIPT_HEADER, given, "true or false")
-    if server.ledger is None:
-        raise InvalidField(RECEIPT_HEADER, given, "false on a server without --database, which signs no receipts")
-    return True
-
-
-def _add_receipt(server: WorkerState, request: Request, valid: ValidRequest) -> None:
-    """Put the receipt into the reply's header; where the store does not have the settlement yet, the path stays."""
-    assert server.ledger is not None
-    with suppress(Conflict, NotFound, Unavailable):
-        request.record.headers[RECEIPT_HEADER] = encode(receipt_of(server.ledger.store, valid.request_id))
 
 
 class _Accepted(NamedTuple):
@@ -162,33 +135,10 @@ def _accept(server: WorkerState, request: Request, held: ExitStack, *, is_known:
         if entity.mode is not None:
             record.body_digest = body_digest(body)
         _capture(server, entity, request, body, held)
-        copies = _copies(entity, request, raw, valid, len(body))
+        copies = copies_of(entity, request, raw, valid, len(body))
     if raw.echoed:
         held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
     return _Accepted(entity, valid, raw.echoed, copies, inputs)
-
-
-def _copies(
-    entity: ServedEntity, request: Request, raw: RawRequest, valid: ValidRequest, size: int
-) -> list[ShadowCopy]:
-    """Return the copies of a request for those shadows of its endpoint that have it in their sample."""
-    if not entity.shadows or request.background is not None:
-        return []
-    record = request.record
-    return [
-        ShadowCopy(
-            request_id=valid.request_id,
-            entity=shadow,
-            raw=msgspec.structs.replace(raw, stream=False, return_trace=False),
-            size=size,
-            path=record.path,
-            caller=request.caller,
-            labels=record.labels,
-            payload_log=None if record.capture is None else record.capture.settings,
-        )
-        for shadow in entity.shadows
-        if is_drawn(shadow, valid.request_id)
-    ]
 
 
 def _capture(server: WorkerState, entity: ServedEntity, request: Request, body: bytes, held: ExitStack) -> None:
@@ -252,7 +202,7 @@ def _start(
     admission: Admission | None = None
     if entity.mode is not None:
         target = Target(endpoint=entity.endpoint, entity=entity.entity, model=entity.identity)
-        asked = _asked(entity, valid, request)
+        asked = receipts.asked(entity, valid, request)
         admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels, asked))
         valid = admission.request
         request.record.price = admission.lease.price
@@ -274,14 +224,6 @@ def _start(
     judges = entity.guardrails.output.scorers if valid.sampling is not None else ()
     pieces = scorers.judged(server.scorers, judges, inputs, pull) if judges else pull
     return source, pull, counted(pieces, admission, request.record, returns_trace=valid.return_trace)
-
-
-def _asked(entity: ServedEntity, valid: ValidRequest, request: Request) -> Asked | None:
-    """Return what repeats and proves the answer, kept with its row."""
-    info = entity.engine.info
-    computed = {name: str(getattr(info, name)) for name in COMPUTED} | {"release": __version__}
-    record = request.record
-    return asked_of(valid, route=record.path, body=record.body_digest, computed=computed)
 
 
 def _streamed(stream: Stream, encoder: StreamEncoder) -> Answer:

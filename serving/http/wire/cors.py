@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ...frontend.answer import Answer
-from ...frontend.invoke import RECEIPT_HEADER
 from ...frontend.limits.rate_limit_headers import NOUNS
+from ...frontend.receipts import RECEIPT_HEADER
 from ...interface.errors import MethodNotAllowed, PermissionDenied
 from ...observability.access_record import REQUEST_ID
 from .csrf import allows
