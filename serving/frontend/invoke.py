@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -120,7 +121,8 @@ def _accept(server: WorkerState, request: Request, held: ExitStack, *, is_known:
             record.labels = request.background.labels.over(record.labels)
         pixels = held.enter_context(server.pixels.allocate(request.payer(server)))
         raw = server.offload(len(body), guarded, raw, entity.guardrails.input)
-        scorers.check_input(server.scorers, entity.guardrails.input.scorers, raw)
+        if judges := entity.guardrails.input.scorers:
+            scorers.check_input(server.scorers, judges, raw, time.monotonic() + _timeout(server, request))
         inputs = scorers.inputs_of(raw) if entity.guardrails.output.scorers else None
         limits = _limits(server, entity, request, pixels.grow)
         if not is_known:
@@ -156,18 +158,22 @@ def _capture(server: WorkerState, entity: ServedEntity, request: Request, body: 
 def _limits(server: WorkerState, entity: ServedEntity, request: Request, keep_pixels: Callable[[int], None]) -> Limits:
     """Return the request's limits: the shorter of the server's and the header's timeout, the cache salt for shared
     prefixes, the tenant and weight by which the engine shares its time, and the room for its images."""
-    header, timeout = request.headers.get(TIMEOUT_HEADER), server.settings.timeout
-    if request.background is not None:
-        timeout = request.background.seconds
     sharing = entity.prefix_sharing or server.settings.prefix_sharing
     return Limits(
-        timeout=timeout if header is None else min(timeout, _seconds(header)),
+        timeout=_timeout(server, request),
         cache_salt=server.salts.of(sharing, tenant=request.caller.tenant, endpoint=entity.endpoint),
         tenant=server.salts.tenant(request.caller.tenant),
         weight=request.caller.weight,
         background=request.background is not None,
         keep_pixels=keep_pixels,
     )
+
+
+def _timeout(server: WorkerState, request: Request) -> float:
+    """Return the seconds that the request may take: the shorter of the server's and the header's."""
+    header = request.headers.get(TIMEOUT_HEADER)
+    timeout = server.settings.timeout if request.background is None else request.background.seconds
+    return timeout if header is None else min(timeout, _seconds(header))
 
 
 def _whole(request: Request, valid: ValidRequest, echoed: bytes, reply: Reply) -> Answer:
@@ -222,7 +228,7 @@ def _start(
     held.enter_context(watch(pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
     judges = entity.guardrails.output.scorers if valid.sampling is not None else ()
-    pieces = scorers.judged(server.scorers, judges, inputs, pull) if judges else pull
+    pieces = scorers.judged(server.scorers, judges, inputs, pull, valid.deadline) if judges else pull
     return source, pull, counted(pieces, admission, request.record, returns_trace=valid.return_trace)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import gevent
@@ -12,7 +14,7 @@ from gevent import socket
 from gevent.lock import BoundedSemaphore
 from msgspec import to_builtins
 
-from ..interface.errors import RequestError, Unavailable
+from ..interface.errors import DeadlineExceeded, RequestError, Unavailable
 from ..interface.guardrails import ScorerRule, scorer_names
 from ..interface.reply import Choice, Done, Ended, Piece
 from ..interface.request import Raw, RawChat, RawCompletion, RawEmbedding, RawScore, TextPart
@@ -37,11 +39,12 @@ class Scorers:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
 
-    def passes(self, rule: ScorerRule, inputs: Any, text: str) -> bool:
-        """Return whether a scorer lets ``text`` pass. Raises ``ScorerFailed``. Its time counts from its turn on."""
+    def passes(self, rule: ScorerRule, inputs: Any, text: str, deadline: float | None = None) -> bool:
+        """Return whether a scorer lets ``text`` pass. Raises ``ScorerFailed``. Its time counts from its turn on, which
+        it waits for until ``deadline`` (``time.monotonic``); then it raises ``DeadlineExceeded``."""
         if rule.scorer not in self.names:
             raise ScorerFailed("the server was not started with it (--guardrail-scorers)")
-        with self._turn:
+        with self._held_turn(deadline):
             try:
                 self._start()
                 question = {"scorer": rule.scorer, "inputs": inputs, "outputs": text}
@@ -56,6 +59,15 @@ class Scorers:
         if "error" in found:
             raise ScorerFailed(str(found["error"]))
         return bool(found["passes"])
+
+    @contextmanager
+    def _held_turn(self, deadline: float | None) -> Iterator[None]:
+        if not self._turn.acquire(timeout=None if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise DeadlineExceeded("timeout: the request's time limit passed while it waited for a guardrail's scorer")
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _start(self) -> None:
         if self._process is not None:
@@ -93,12 +105,13 @@ class Scorers:
             process.wait()
 
 
-def check_input(scorers: Scorers, rules: Iterable[ScorerRule], raw: Raw) -> None:
-    """Raise ``RequestError`` if a scorer blocks the texts of a request, and ``Unavailable`` if one has failed."""
+def check_input(scorers: Scorers, rules: Iterable[ScorerRule], raw: Raw, deadline: float | None) -> None:
+    """Raise ``RequestError`` if a scorer blocks the texts of a request, ``Unavailable`` if one has failed, and
+    ``DeadlineExceeded``."""
     for rule in rules:
         inputs, text, field = _asked(raw)
         try:
-            if scorers.passes(rule, inputs, text):
+            if scorers.passes(rule, inputs, text, deadline):
                 continue
         except ScorerFailed as error:
             _log(rule, error)
@@ -110,11 +123,20 @@ def check_input(scorers: Scorers, rules: Iterable[ScorerRule], raw: Raw) -> None
         raise RequestError(told, param=field)
 
 
-def judged(scorers: Scorers, rules: tuple[ScorerRule, ...], inputs: Any, pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the pieces of a reply once it is complete; of a choice that a scorer blocks, only that it was filtered."""
+def judged(
+    scorers: Scorers,
+    rules: tuple[ScorerRule, ...],
+    inputs: Any,
+    pieces: Iterable[Piece],
+    deadline: float | None,
+) -> Iterator[Piece]:
+    """Yield the pieces of a reply once it is complete; of a choice that a scorer blocks, only that it was filtered.
+
+    Raises ``DeadlineExceeded``.
+    """
     held = list(pieces)
     reply = gather(held)
-    blocked = {choice.index for choice in reply.choices if not _pass(scorers, rules, inputs, choice)}
+    blocked = {choice.index for choice in reply.choices if not _pass(scorers, rules, inputs, choice, deadline)}
     for piece in held:
         if isinstance(piece, Done) or piece.index not in blocked:
             yield piece
@@ -122,12 +144,12 @@ def judged(scorers: Scorers, rules: tuple[ScorerRule, ...], inputs: Any, pieces:
             yield Ended(index=piece.index, finish_reason="content_filter")
 
 
-def _pass(scorers: Scorers, rules: tuple[ScorerRule, ...], inputs: Any, choice: Choice) -> bool:
+def _pass(scorers: Scorers, rules: tuple[ScorerRule, ...], inputs: Any, choice: Choice, deadline: float | None) -> bool:
     calls = (f"{call.name}({call.arguments})" for call in choice.calls)
     text = "\n".join(filter(None, (choice.text, *calls)))
     for rule in rules:
         try:
-            if not scorers.passes(rule, inputs, text):
+            if not scorers.passes(rule, inputs, text, deadline):
                 return False
         except ScorerFailed as error:
             _log(rule, error)

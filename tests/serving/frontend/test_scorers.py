@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gevent
 import pytest
 from flask.testing import FlaskClient
 
@@ -91,3 +92,24 @@ def test_a_scorer_has_a_time_limit(serve: Callable[..., FlaskClient]) -> None:
     """One that does not answer is a failure, and its process gives way to another, which answers again."""
     assert serve(input=by("judges:slow", timeout=0.2)).post(PATH, json=CHAT).status_code == 503
     assert serve(input=by("judges:polite", timeout=100)).post(PATH, json=CHAT).status_code == 200
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_a_text_waits_for_its_turn_no_longer_than_its_request(
+    make: Callable[..., WorkerState], scorers: Scorers, side: str
+) -> None:
+    """While another text is judged, a request ends as timed out when its own time is over."""
+    own = Scorers(NAMES)
+    server = make()
+    (entity,) = server.endpoints.entities()
+    guardrails = Guardrails(**{side: by("judges:polite", on_error="PASS", timeout=100)})
+    served = ServedEndpoints(dataclasses.replace(entity, guardrails=guardrails))
+    client = create_app(dataclasses.replace(server, endpoints=served, scorers=own)).test_client()
+    before = gevent.spawn(own.passes, ScorerRule(scorer="judges:slow", timeout=120), {}, "Hi")
+    gevent.sleep(0)  # it has its turn from now on, and never ends
+    try:
+        answer = client.post(PATH, json=CHAT, headers={"X-Request-Timeout": "0.05"})
+        assert answer.status_code == 504
+    finally:
+        before.kill()
+        own.close()
