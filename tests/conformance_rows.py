@@ -51,7 +51,7 @@ def unlike_plain(seen: Seen, plain: Seen) -> bool:
 
 
 def without_repeats(seen: Seen, plain: Seen) -> bool:
-    words = seen.text.split()
+    words = re.findall(r" ?\S+", seen.text)  # the space before a word is a part of its token
     return seen.completion > LENGTH and len(set(words)) == len(words)
 
 

@@ -30,7 +30,7 @@ _SCOPES = list_of(one_of(*SCOPES), "one or more of " + ", ".join(SCOPES), minimu
 _ENDPOINT = text(re.compile(rf"\*|{ALLOWED_ENDPOINT.pattern}"), "endpoint or endpoint:adapter")
 _ENDPOINTS = list_of(_ENDPOINT, ENDPOINTS_ALLOWED, minimum=1, maximum=MAX_ENDPOINTS)
 _END_USER = text(
-    re.compile(rf"[^\0]{{1,{MAX_USER}}}", re.DOTALL), f"a text of 1 to {MAX_USER} characters, none of them NUL"
+    re.compile(rf"[^\x00]{{1,{MAX_USER}}}", re.DOTALL), f"a text of 1 to {MAX_USER} characters, none of them NUL"
 )
 _MONEY = text(AMOUNT, f"{AMOUNT_ALLOWED}, as a text")
 _LIMIT_VALUES = record(

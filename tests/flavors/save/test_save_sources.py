@@ -249,7 +249,7 @@ def test_hub_id(tmp_path, llama_dir, monkeypatch):
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     calls = []
 
-    def fetch(repo_id, revision=None, ignore_patterns=None):
+    def fetch(repo_id, revision=None, ignore_patterns=None, local_files_only=False):
         calls.append((repo_id, revision, ignore_patterns is not None))
         return str(snapshot)
 

@@ -98,7 +98,7 @@ def test_hosts_run_what_is_served_by_the_documented_commands(
         assert reply.usage is not None
         return reply.usage.completion_tokens
 
-    with contextlib.ExitStack() as first, host(place, "b", other):
+    with client, contextlib.ExitStack() as first, host(place, "b", other):
         first.enter_context(host(place, "a", join))
         with llm_command(place, "serve", *serve, "--port", str(port), "--workers", "1") as log:
             await_line(log, "listening on")
