@@ -5,12 +5,7 @@
 
 from __future__ import annotations
 
-import os
-
-import nbformat
-from build_quickstart import HERE, without_noise
-from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from notebook_building import build, store
 
 CELLS = [
     """# Adapters, from training to an A/B split
@@ -224,27 +219,10 @@ server.wait(60)""",
 ]
 
 
-def build() -> nbformat.NotebookNode:
-    cells = []
-    for number, source in enumerate(CELLS):
-        is_text = source.startswith(("#", "How ", "With ", "`docs"))
-        cell = new_markdown_cell(source) if is_text else new_code_cell(source)
-        cell["id"] = f"cell-{number}"  # random ids would change the file with every build
-        cells.append(cell)
-    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    return new_notebook(cells=cells, metadata=metadata)
-
-
-def main() -> None:
-    notebook = build()
-    NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(HERE)}}).execute()
-    without_noise(notebook)
-    text = nbformat.writes(notebook)
-    for private in {str(HERE.parents[0]), os.path.expanduser("~"), "/tmp/"}:
-        if private in text:
-            raise SystemExit(f"an output names a path of this machine: {private}")
-    (HERE / "adapters_from_training_to_split.ipynb").write_text(text + "\n")
+def is_text(source: str) -> bool:
+    """Return whether a cell is text: it begins with a heading or with one of these words."""
+    return source.startswith(("#", "How ", "With ", "`docs"))
 
 
 if __name__ == "__main__":
-    main()
+    store("adapters_from_training_to_split.ipynb", build(CELLS, is_text), seconds=400)

@@ -5,12 +5,7 @@ It is stored with its outputs, like the quickstart, whose weights and adapters i
 
 from __future__ import annotations
 
-import os
-
-import nbformat
-from build_quickstart import HERE, without_noise
-from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from notebook_building import build, store
 
 CELLS = [
     """# Evaluate, promote, roll back
@@ -166,26 +161,5 @@ _ = server.wait(60)""",
 ]
 
 
-def build() -> nbformat.NotebookNode:
-    cells = []
-    for number, source in enumerate(CELLS):
-        cell = new_markdown_cell(source) if source.startswith("#") else new_code_cell(source)
-        cell["id"] = f"cell-{number}"  # random ids would change the file with every build
-        cells.append(cell)
-    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    return new_notebook(cells=cells, metadata=metadata)
-
-
-def main() -> None:
-    notebook = build()
-    NotebookClient(notebook, timeout=400, resources={"metadata": {"path": str(HERE)}}).execute()
-    without_noise(notebook)
-    text = nbformat.writes(notebook)
-    for private in {str(HERE.parents[0]), os.path.expanduser("~"), "/tmp/"}:
-        if private in text:
-            raise SystemExit(f"an output names a path of this machine: {private}")
-    (HERE / "evaluate_promote_roll_back.ipynb").write_text(text + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    store("evaluate_promote_roll_back.ipynb", build(CELLS), seconds=400)

@@ -6,14 +6,7 @@ machine.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-import nbformat
-from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-
-HERE = Path(__file__).resolve().parent
+from notebook_building import build, store
 
 CELLS = [
     """# Quickstart
@@ -117,48 +110,10 @@ plt.show()""",
 ]
 
 
-def build() -> nbformat.NotebookNode:
-    cells = []
-    for number, source in enumerate(CELLS):
-        is_code = source.lstrip().startswith(("import", "assistant", "model", "for", "countries", "llm"))
-        cell = new_code_cell(source) if is_code else new_markdown_cell(source)
-        cell["id"] = f"cell-{number}"  # random ids would change the file with every build
-        cells.append(cell)
-    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    return new_notebook(cells=cells, metadata=metadata)
-
-
-def without_noise(notebook: nbformat.NotebookNode) -> None:
-    """Remove outputs that differ from run to run and carry no information: progress bars, warnings and times."""
-    for cell in notebook.cells:
-        cell.get("metadata", {}).pop("execution", None)
-        if "outputs" in cell:
-            kept = [o for o in cell.outputs if o.get("name") != "stderr" and "widget" not in str(o.get("data"))]
-            cell.outputs = joined(kept)
-    notebook.metadata.pop("widgets", None)
-
-
-def joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
-    """Join adjacent pieces of printed text into one output, because a stream prints token by token."""
-    found: list[nbformat.NotebookNode] = []
-    for output in outputs:
-        if found and output.output_type == found[-1].output_type == "stream" and output.name == found[-1].name:
-            found[-1].text += output.text
-        else:
-            found.append(output)
-    return found
-
-
-def main() -> None:
-    notebook = build()
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(HERE)}}).execute()
-    without_noise(notebook)
-    text = nbformat.writes(notebook)
-    for private in {str(HERE.parents[0]), os.path.expanduser("~"), "/tmp/"}:
-        if private in text:
-            raise SystemExit(f"an output names a path of this machine: {private}")
-    (HERE / "quickstart.ipynb").write_text(text + "\n")
+def is_text(source: str) -> bool:
+    """Return whether a cell is text: those of code begin with one of these words."""
+    return not source.lstrip().startswith(("import", "assistant", "model", "for", "countries", "llm"))
 
 
 if __name__ == "__main__":
-    main()
+    store("quickstart.ipynb", build(CELLS, is_text), seconds=240)
