@@ -6,7 +6,6 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ import pandas as pd
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
-from .serving.cli.batch.backends import Backend, ModelBackend, ServerBackend, patiently
+from .serving.cli.batch.backends import Backend, ModelBackend, ServerBackend, answer_all, patiently
 from .serving.cli.batch.rows import Row
 from .serving.cli.http import URL_VARIABLE
 from .serving.cli.key_options import VARIABLE as KEY_VARIABLE
@@ -111,15 +110,9 @@ class Answering:
         rows = [
             None if _is_null(one) else self._row(number, one, place) for number, one in enumerate(requests, start=first)
         ]
-        maximum = min(self._query.concurrency or self._backend.concurrency, max(len(rows), 1))
-        with _raised_by_mlflow(), ThreadPoolExecutor(maximum) as pool:
-            answers = pool.map(partial(self._answer, place), rows)
-            try:
-                return list(answers)
-            except BaseException:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+        concurrency = self._query.concurrency or self._backend.concurrency
+        with _raised_by_mlflow():
+            return answer_all(partial(self._answer, place), rows, self._stop, concurrency=concurrency)
 
     def _row(self, number: int, value: Any, place: str) -> Row:
         """Return the request of a row. Raises ``MlflowException`` for a value that is none."""

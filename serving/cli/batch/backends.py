@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import click
 
@@ -13,9 +15,11 @@ from ...system.backoff import Backoff
 from ..http import Client, first_model
 from .rows import Row
 
+R = TypeVar("R")
+A = TypeVar("A")
 BUSY = (429, 502, 503)  # statuses that say nothing of the row: it is asked again
 KEY_REFUSED = (401, 403)
-RETRIES = 8
+RETRIES = 7
 FIRST_WAIT, MAX_WAIT = 0.5, 60.0  # seconds before a row is asked again
 
 
@@ -110,17 +114,38 @@ class ModelBackend:
         self._session.close()
 
 
-def patiently(backend: Backend, stop: threading.Event, row: Row, name: str) -> RowAnswer:
-    """Return the row's answer, asked again while the server is busy. Raises ``ClickException``, by its ``name``."""
+class GivenUp(click.ClickException):
+    """The rows are no longer wanted, so one that waited is not asked again."""
+
+
+def patiently(backend: Backend, stop: threading.Event, row: Row, name: str, *, retries: int = RETRIES) -> RowAnswer:
+    """Return the row's answer, asked again while the server is busy.
+
+    Raises ``ClickException``, by the row's ``name``, after the last retry, and ``GivenUp`` if ``stop`` is set before.
+    """
     backoff = Backoff(FIRST_WAIT, MAX_WAIT, jitter=(0.5, 1.0))
-    for attempt in range(RETRIES):
+    for attempt in range(retries + 1):
         try:
             return backend.ask(row)
         except Retry as again:
-            why, wait = str(again), again.after or backoff.failed()
-        if attempt == RETRIES - 1 or stop.wait(wait):
-            break
+            why = str(again)
+            pause = backoff.failed()
+            wait = again.after or pause
+        if attempt < retries and stop.wait(wait):
+            raise GivenUp(f"{name} was not answered: {why}")
     raise click.ClickException(f"{name} was not answered: {why}")
+
+
+def answer_all(ask: Callable[[R], A], rows: Sequence[R], stop: threading.Event, *, concurrency: int) -> list[A]:
+    """Return what ``ask`` does for each of ``rows``, in their order. The first error sets ``stop`` and is raised."""
+    with ThreadPoolExecutor(max(1, min(concurrency, len(rows)))) as pool:
+        answers = pool.map(ask, rows)
+        try:
+            return list(answers)
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def refused(error: ServingError) -> RowAnswer:

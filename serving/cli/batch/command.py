@@ -13,15 +13,13 @@ import click
 from tqdm import tqdm
 
 from ...interface.errors import PackagingError, ServingError
-from ...system.backoff import Backoff
 from ..http import url_options
 from ..model_options import engine_overrides
-from .backends import Backend, ModelBackend, Retry, RowAnswer, ServerBackend, line_of
+from .backends import Backend, GivenUp, ModelBackend, RowAnswer, ServerBackend, line_of, patiently
 from .job import JobBackend
 from .journal import Journal
 from .rows import Row, Rows
 
-FIRST_WAIT, MAX_WAIT = 0.5, 60.0  # seconds before a row is asked again
 INTERRUPTED = 130
 
 
@@ -205,18 +203,11 @@ class _Run:
 
     def _ask(self, backend: Backend, row: Row) -> RowAnswer | None:
         """Return the row's answer after retries; None where the batch was stopped. Raises ``ClickException``."""
-        backoff = Backoff(FIRST_WAIT, MAX_WAIT, jitter=(0.5, 1.0))
-        for attempt in range(self._retries + 1):
-            try:
-                answered = backend.ask(row)
-                return None if self.stop.is_set() and answered.status == 499 else answered
-            except Retry as again:
-                why = str(again)
-                pause = backoff.failed()
-                wait = again.after or pause
-            if attempt < self._retries and self.stop.wait(wait):
-                return None
-        raise click.ClickException(f"line {row.line} was not answered: {why}")
+        try:
+            answered = patiently(backend, self.stop, row, f"line {row.line}", retries=self._retries)
+        except GivenUp:
+            return None
+        return None if self.stop.is_set() and answered.status == 499 else answered
 
 
 def _finish(journal: Journal, rows: Rows, order: str) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 import click
 
 from ...interface.errors import InvalidField, PackagingError, ServingError, shown
-from ..batch.backends import ModelBackend, patiently
+from ..batch.backends import ModelBackend, answer_all, patiently
 from ..batch.rows import Row
 from .pairs import Outcome, Pair, outcome_of
 
@@ -134,17 +133,8 @@ def _answers(examples: Sequence[Example], uri: str, settings: dict[str, Any]) ->
     click.echo(f"{uri} answers {len(examples)} requests", err=True)
     stop = threading.Event()
     try:
-        with (
-            closing(ModelBackend(uri, settings, stop)) as backend,
-            ThreadPoolExecutor(min(backend.concurrency, len(examples))) as pool,
-        ):
-            answers = pool.map(partial(_answer, backend, stop), examples)
-            try:
-                return list(answers)
-            except BaseException:
-                stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+        with closing(ModelBackend(uri, settings, stop)) as backend:
+            return answer_all(partial(_answer, backend, stop), examples, stop, concurrency=backend.concurrency)
     except (ServingError, PackagingError) as error:
         raise click.ClickException(f"{uri}: {error}") from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import importlib
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlflow_llm.serving.cli import cli
+from mlflow_llm.serving.cli.batch import backends
 from mlflow_llm.serving.cli.batch.journal import Journal
 from mlflow_llm.serving.cli.batch.rows import Rows
 from mlflow_llm.serving.interface.errors import InvalidField, RequestError
@@ -89,7 +89,7 @@ def refusal(status: int) -> dict[str, Any]:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    monkeypatch.setattr(importlib.import_module("mlflow_llm.serving.cli.batch.command"), "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(backends, "FIRST_WAIT", 0.001)
     fake = FakeServer()
     yield fake
     fake.release.set()
