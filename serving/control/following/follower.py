@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from ...endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route, without_canary
-from ...endpoints.following import Step
+from ...endpoints.following import Ended, Step
 from ...endpoints.gateways import Fence, NotLeader
 from ...endpoints.rows import tasks_of
 from ...endpoints.store import EndpointState, EndpointStore
@@ -327,20 +327,15 @@ def _with_canary(
 
 def _promotion(one: Followed, reason: str) -> Step:
     assert one.canary is not None
-    source = one.canary.model
-    return Step(
-        endpoint=one.endpoint.name,
-        version=one.version,
-        entity=one.entity.name,
-        seen=one.seen or source.uri,
-        config=_moved(without_canary(one.config), one.entity, source),
-        message=f"the canary {_label(source.uri)} was promoted: {reason}",
-        ended="promoted",
-        reason=reason,
-    )
+    return _ending(one, "promoted", _moved(without_canary(one.config), one.entity, one.canary.model), reason)
 
 
 def _rollback(one: Followed, reason: str, *, seen: str = "") -> Step:
+    return _ending(one, "rolled_back", without_canary(one.config), reason, seen=seen)
+
+
+def _ending(one: Followed, ended: Ended, config: EndpointConfig, reason: str, *, seen: str = "") -> Step:
+    """Return the step to ``config``, with which the canary has ``ended``."""
     assert one.canary is not None
     source = one.canary.model
     return Step(
@@ -348,8 +343,8 @@ def _rollback(one: Followed, reason: str, *, seen: str = "") -> Step:
         version=one.version,
         entity=one.entity.name,
         seen=seen or one.seen or source.uri,
-        config=without_canary(one.config),
-        message=f"the canary {_label(source.uri)} was rolled back: {reason}",
-        ended="rolled_back",
+        config=config,
+        message=f"the canary {_label(source.uri)} was {ended.replace('_', ' ')}: {reason}",
+        ended=ended,
         reason=reason,
     )
