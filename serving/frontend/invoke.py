@@ -135,7 +135,7 @@ def _accept(server: WorkerState, request: Request, held: ExitStack, *, is_known:
         check_output(valid, entity.guardrails.output)
         record.accept(valid, body)
         if entity.mode is not None:
-            record.body_digest = body_digest(body)
+            record.body_digest = server.offload(len(body), body_digest, body)
         _capture(server, entity, request, body, held)
         copies = copies_of(entity, request, raw, valid, len(body))
     if raw.echoed:

@@ -29,6 +29,7 @@ _COMPLEX = (
     "logit_bias", "logprobs", "prompt_logprobs", "grammar", "beams", "bad_words", "stop_sequences",
     "no_repeat_ngram_size", "embedding_bias", "penalize_prompt", "draft",
 )  # fmt: skip
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Sampling)}
 
 
 class Asked(Struct, frozen=True, kw_only=True):
@@ -82,8 +83,7 @@ def asked_of(valid: ValidRequest, *, route: str, body: bytes, computed: Mapping[
 
 def _settings(valid: ValidRequest, sampling: Sampling) -> dict[str, Any] | None:
     """Return the settings under OpenAI's names, which repeat the answer to the same prompt; None if they do not."""
-    defaults = {field.name: field.default for field in msgspec.structs.fields(Sampling)}
-    if any(getattr(sampling, name) != defaults[name] for name in _COMPLEX):
+    if any(getattr(sampling, name) != _DEFAULTS[name] for name in _COMPLEX):
         return None
     if valid.tools or valid.lora_task or valid.prompt_table or valid.images or len(valid.sequences) != valid.n:
         return None
