@@ -27,7 +27,7 @@ BATCH_ROWS = 100
 """Rows a transaction: some ten milliseconds of the store's write lock."""
 TIMEOUT = 2.0
 GENESIS = "0" * 64
-"""What the first link has as the hash of the one before."""
+"""The first link's hash of the one before."""
 FOLDED, REPAIRED = "folded", "repaired"
 _LOCK = 0x6D6C6C63  # the key of PostgreSQL's advisory lock, an arbitrary constant
 _WAITING = sa.text("status <> 'open' AND chained IS NULL")  # word for word the condition of the index

@@ -15,7 +15,7 @@ from .answers import Proof, Said, body_digest, keyed, prompt_digest, request_key
 from .keys import keys_of
 
 REPLY_IDS = ("chatcmpl-", "cmpl-", "msg_", "resp_")
-"""What dialects put before a request's id in the ids of their replies."""
+"""Prefixes that dialects put before a request's id in the ids of their replies."""
 _COLUMNS = ("request_id", "endpoint", "entity", "adapter", "task", "status", "model_version", "content_hash")
 
 
