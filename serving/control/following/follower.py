@@ -24,6 +24,7 @@ from ...interface.canary import Canary, EntityCounts, canary_name
 from ...interface.errors import NotFound, PackagingError, ServingError
 from ...model_files.model_uri import parse
 from ...system.backoff import Backoff
+from ..known_configs import KnownConfigs
 from .alias_process import Target, ask
 from .judge import judge, refused
 
@@ -89,7 +90,7 @@ class AliasFollower:
         self._poll, self._monotonic = poll, monotonic
         self._thread = thread or ThreadPoolExecutor(1)
         self._work: Future[list[Found]] | None = None
-        self._configs: dict[tuple[str, int], EndpointConfig] = {}
+        self._configs = KnownConfigs(endpoints)
         self._metrics: dict[tuple[str, str], Target] = {}  # the newest look at each entity's alias
         self._failed: dict[tuple[tuple[str, str], str], tuple[Backoff, float]] = {}  # when to try a version again
         self._said: dict[tuple[str, str], str] = {}
@@ -122,19 +123,14 @@ class AliasFollower:
 
     def _followed(self, states: Iterable[EndpointState]) -> Iterator[Followed]:
         """Yield the entities that follow an alias, of endpoints that are not being updated."""
-        found, known = tuple(states), self._configs
-        self._configs = {}
+        self._configs.begin()
         seen: dict[tuple[str, str], str] | None = None
-        for state in found:
+        for state in states:
             if (version := state.active_version) is None or state.pending_version is not None:
                 continue
-            config = known.get((state.id, version))
+            config = self._configs.of(state, version)
             if config is None:
-                try:
-                    config = self._endpoints.config(state.name, version)
-                except NotFound:  # it has just been deleted
-                    continue
-            self._configs[state.id, version] = config
+                continue
             for entity in config.served_entities:
                 if entity.follow_alias:
                     seen = self._endpoints.following.seen() if seen is None else seen

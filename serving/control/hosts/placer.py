@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from msgspec import Struct
 
-from ...endpoints.config import EndpointConfig, EntityConfig
+from ...endpoints.config import EntityConfig
 from ...endpoints.engine_hosts import Changes, EngineHost, Placed, Placement, new_placement, placement_key
 from ...endpoints.gateways import Fence
 from ...endpoints.store import EndpointState, EndpointStore
-from ...interface.errors import NotFound
 from ...metering.store.staleness import StalenessDetector
+from ..known_configs import KnownConfigs
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Placer:
         self._endpoints, self._clock, self._monotonic = endpoints, clock, monotonic
         self._beats = StalenessDetector(SILENT_SECONDS, monotonic=monotonic)
         self._looked_at = monotonic() - LOOK_SECONDS
-        self._configs: dict[tuple[str, int], EndpointConfig] = {}
+        self._configs = KnownConfigs(endpoints)
 
     def tick(self, states: Iterable[EndpointState], fence: Fence | None) -> None:
         """Bring the placements up to date, if it is time to. Raises ``NotLeader``, ``Unavailable``."""
@@ -75,22 +75,16 @@ class Placer:
 
     def _wanted(self, states: Iterable[EndpointState]) -> dict[str, WantedEngine]:
         wanted: dict[str, WantedEngine] = {}
-        configs: dict[tuple[str, int], EndpointConfig] = {}
+        self._configs.begin()
         for state in states:
-            for version in {state.active_version, state.pending_version} - {None}:
-                assert version is not None
-                place = (state.id, version)
-                try:
-                    configs[place] = self._configs.get(place) or self._endpoints.config(state.name, version)
-                except NotFound:
-                    continue  # it has just been deleted
-                for entity in configs[place].served_entities:
+            for version in (state.active_version, state.pending_version):
+                config = None if version is None else self._configs.of(state, version)
+                for entity in () if config is None else config.served_entities:
                     if entity.is_hosted:
                         key, number = placement_key(entity), entity.replicas or 1
                         known = wanted.get(key)
                         if known is None or known.replicas < number:
                             wanted[key] = WantedEngine(entity=entity, replicas=number)
-        self._configs = configs
         return wanted
 
     def _say(self, gone: Iterable[EngineHost], found: Changes, placed: Placed) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlflow_llm.serving.control.fleet import BEAT_SECONDS, SILENT_SECONDS, Fleet, verdict
-from mlflow_llm.serving.endpoints.config import ModelSource
 from mlflow_llm.serving.endpoints.gateways import EndpointReport, Fence, Gateway, NotLeader
 from mlflow_llm.serving.endpoints.store import EndpointState, EndpointStore
-from mlflow_llm.serving.interface.bundle import Bundle
-from mlflow_llm.serving.metering import Store
 from mlflow_llm.serving.system.file_locks import try_acquire
 
 CONFIG = {"served_entities": [{"entity_name": "assistant", "entity_version": "1"}]}
@@ -31,15 +28,6 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture
-def endpoints(store_url: str, instant_bundle: Bundle) -> Iterator[EndpointStore]:
-    store = Store(store_url)
-    yield EndpointStore(
-        store, locate=lambda found: tuple(ModelSource(uri=entity.uri, bundle=instant_bundle) for entity in found)
-    )
-    store.close()
 
 
 @pytest.fixture

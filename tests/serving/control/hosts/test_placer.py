@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -27,7 +27,6 @@ from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import Conflict, InvalidField
 from mlflow_llm.serving.interface.settings import EngineSettings
-from mlflow_llm.serving.metering import Store
 
 ENTITY = {"entity_name": "assistant", "entity_version": "1", "placement": "hosts"}
 
@@ -123,15 +122,6 @@ def test_replicas_too_many_end_and_an_engine_in_use_stays(
     assert decide(hosts, {"i": "a", "j": "b"}, replicas=1) == ([], ["j"])
     assert decide(hosts, {"i": "a", "j": "b"}, replicas=0, used={"e"}) == ([], [])
     assert decide(hosts, {"i": "a", "j": "b"}, replicas=0) == ([], ["i", "j"])
-
-
-@pytest.fixture
-def endpoints(store_url: str, instant_bundle: Bundle) -> Iterator[EndpointStore]:
-    store = Store(store_url)
-    yield EndpointStore(
-        store, locate=lambda found: tuple(ModelSource(uri=entity.uri, bundle=instant_bundle) for entity in found)
-    )
-    store.close()
 
 
 @pytest.fixture
