@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,7 +143,9 @@ def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSour
     max_model_len = resolve_max_model_len(config, settings)
     test = SelfTest.of(model, vocab_size=vocab_size(model), max_model_len=max_model_len, block_size=resolved.block_size)
     if settings.quantization == "int8" and not any(stored_weights.stored_of(module) for module in model.modules()):
+        began = time.monotonic()
         input_factors.measure(model)
+        logger.info("the inputs of int8 linears were measured in %.1f s", time.monotonic() - began)
     holder = ContextHolder()
     attention.install(model, holder)
     model.set_attn_implementation(attention.NAME)
