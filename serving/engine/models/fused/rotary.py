@@ -26,6 +26,7 @@ from ...weights.forward_context import ContextHolder, ForwardContext
 
 logger = logging.getLogger(__name__)
 NAME = "apply_rotary_pos_emb"
+RENAMED = "transformers.utils.deprecation"  # the module whose wrappers take arguments by their former names
 # Relative to the example's largest value. In 16 bits the kernel rounds where torch does (``rotation.UNFUSED``); a
 # compiler that fuses a product with the sum all the same rounds once less, which may change a result's last bit.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -56,8 +57,19 @@ def install(model: nn.Module) -> int:
 
 def _rotates(kind: type) -> bool:
     """Return whether a class's own code calls a function of that name."""
-    forward = getattr(kind, "forward", None)
-    return NAME in getattr(forward, "__globals__", {}) and NAME in forward.__code__.co_names  # type: ignore[union-attr]
+    forward = _own_forward(kind)
+    return NAME in getattr(forward, "__globals__", {}) and NAME in forward.__code__.co_names
+
+
+def _own_forward(kind: type) -> Any:
+    """Return a class's forward without transformers' wrappers for former names of arguments.
+
+    Layers of the same release call it by the new names.
+    """
+    forward: Any = getattr(kind, "forward", None)
+    while getattr(forward, "__globals__", {}).get("__name__") == RENAMED and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
 
 
 def _bind(module: Any, like: torch.Tensor) -> None:
@@ -75,7 +87,7 @@ def _bind(module: Any, like: torch.Tensor) -> None:
 
 def _with(function: Callable[..., Any], kind: type) -> Any:
     """Return the class's forward with ``function``, which is given the class's own, bound to the name."""
-    forward: Any = kind.forward  # type: ignore[attr-defined]
+    forward = _own_forward(kind)
     names = forward.__globals__ | {NAME: partial(function, forward.__globals__[NAME])}
     bound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     bound.__kwdefaults__ = forward.__kwdefaults__
@@ -84,7 +96,7 @@ def _with(function: Callable[..., Any], kind: type) -> Any:
 
 def _why_not(kind: type, width: int, like: torch.Tensor) -> str:
     """Return why our function does not take the place of a class's; "" if it computes the same."""
-    forward: Any = kind.forward  # type: ignore[attr-defined]
+    forward = _own_forward(kind)
     own = forward.__globals__[NAME]
     q, k, cos, sin = _example(width, like)
     if not fits(q, k, cos, sin):

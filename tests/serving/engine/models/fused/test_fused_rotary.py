@@ -10,6 +10,7 @@ from engine_runs import run
 from tiny_models import FAMILIES, MORE_FAMILIES, greedy, make_model, prompt_of, request_of
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.utils.deprecation import deprecate_kwarg
 
 from mlflow_llm.serving.engine.attention import attention
 from mlflow_llm.serving.engine.attention.kv_cache import LayerShape
@@ -152,6 +153,32 @@ def test_queries_changed_after_their_rotation_are_rotated_at_once(caplog: pytest
     names = [layer.self_attn.forward.__globals__[fused_rotary.NAME].func for layer in model.model.layers]
     assert [getattr(one, "func", one) for one in names] == [fused_rotary.rotated_later, fused_rotary.rotated]
     assert "Scaled rotates before its attention: UnsupportedAttentionError" in caplog.text
+
+
+class Renamed(modeling_llama.LlamaAttention):  # type: ignore[misc]
+    """Attention with an argument that transformers also takes by its former name."""
+
+    @deprecate_kwarg("mask", version="99.0.0", new_name="attention_mask")  # type: ignore[untyped-decorator]
+    def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **more: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (one(hidden_states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out, _ = attention.attend(self, q, k, v, attention_mask, self.scaling)
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+@pytest.mark.usefixtures("_kernels")
+@torch.inference_mode()
+def test_attention_with_renamed_arguments_has_the_kernel() -> None:
+    """A forward inside transformers' wrapper for former names leaves the rotation to its attention like any other."""
+    holder = ContextHolder()
+    model = make_model(FAMILIES["llama"]()).to(DEVICE)
+    model.set_attn_implementation(attention.NAME)
+    model.model.layers[1].self_attn.__class__ = Renamed
+    attention.install(model, holder)
+    assert fused_rotary.install(model) == 2
+    names = [layer.self_attn.forward.__globals__[fused_rotary.NAME].func for layer in model.model.layers]
+    assert names == [fused_rotary.rotated_later] * 2
 
 
 @pytest.mark.usefixtures("_kernels")
