@@ -20,8 +20,11 @@ _encode = msgspec.json.Encoder().encode
 def json_line(value: Any) -> bytes:
     """Encode ``value`` as JSON that is one line for every client."""
     data = _encode(value)
-    if data.isascii():
-        return data
+    return data if data.isascii() else without_line_ends(data)
+
+
+def without_line_ends(data: bytes) -> bytes:
+    """Escape the characters in JSON at which a client may end a line."""
     for raw, escaped in LINE_ENDS:
         if raw in data:
             data = data.replace(raw, escaped)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .sse import json_line
+import msgspec
+
+from .sse import without_line_ends
+
+_encode = msgspec.json.Encoder().encode
 
 
 class TextTemplate:
@@ -21,4 +25,7 @@ class TextTemplate:
         self._before, self._after = one[: at - 1], one[at + 2 :]
 
     def fill(self, text: str) -> bytes:
-        return self._before + json_line(text) + self._after
+        data = _encode(text)
+        if not data.isascii():  # said here, not in a function of its own: this is done for each token
+            data = without_line_ends(data)
+        return self._before + data + self._after

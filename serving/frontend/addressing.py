@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -78,7 +79,12 @@ def record_served(request: Request, entity: ServedEntity) -> None:
         VERSION_HEADER: model.label if caller.manages else model.version,
         HASH_HEADER: model.short_hash,
     }
-    record.headers |= {name: quote(value, safe="/:@ ") for name, value in shown.items() if value}
+    record.headers |= {name: _quoted(value) for name, value in shown.items() if value}
+
+
+@lru_cache(maxsize=1024)  # few models answer many requests
+def _quoted(value: str) -> str:
+    return quote(value, safe="/:@ ")
 
 
 def _sticky_key(header: str | None) -> str | None:

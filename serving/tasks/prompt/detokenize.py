@@ -23,6 +23,7 @@ from typing import Any, Protocol
 MAX_HELD = 16
 MAX_WINDOW = 64  # tokens; a longer run of spaces is decoded after the last of them alone
 CONTEXT_TOKENS = 8  # tokens of a prompt that are looked at first, and spaces that are kept of a long run
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
@@ -57,10 +58,12 @@ class ByteDetokenizer:
         that character.
         """
         self._bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        known = [token_bytes[i] for i in before[-CONTEXT_TOKENS:] if i < len(token_bytes)]
-        self._decoder.decode(b"".join(known)[-3:])  # a character has four bytes at most
-        self._is_within = bool(self._decoder.getstate()[0])  # whether the text so far ends within a character
+        self._decoder = _Utf8Decoder("replace")
+        self._is_within = False  # whether the text so far ends within a character
+        if before:
+            known = [token_bytes[i] for i in before[-CONTEXT_TOKENS:] if i < len(token_bytes)]
+            self._decoder.decode(b"".join(known)[-3:])  # a character has four bytes at most
+            self._is_within = bool(self._decoder.getstate()[0])
 
     def push(self, token_id: int) -> str:
         if token_id >= len(self._bytes):  # a padding row of the embedding: it has no text
@@ -80,7 +83,7 @@ class ByteDetokenizer:
         first = self._bytes[token_id][:1] if token_id < len(self._bytes) else b""
         if not incomplete or not first:
             return 0
-        trial = codecs.getincrementaldecoder("utf-8")("replace")
+        trial = _Utf8Decoder("replace")
         # the character of the first byte itself is either the last one returned or still incomplete
         return len(trial.decode(incomplete + first)) - (not trial.getstate()[0])
 
