@@ -41,6 +41,7 @@ from .following.counts import CanaryCounts
 from .following.follower import AliasFollower
 from .model_sources import config_of, locate, with_files
 from .plan import PlanDirectory
+from .ray_runtime.runtime import RayRuntime, launch_of
 from .reconciler import TICK_SECONDS, Reconciler
 from .resolver_pool import ResolverPool
 from .settings import gateway_name, ledger_dir
@@ -109,6 +110,7 @@ def main(argv: list[str]) -> int:
         follower=follower,
         webhooks=None if secret is None else WebhookSender(outbox, secret),
         budget_alerts=BudgetAlerts(store, outbox, spec.settings.alert_shares),
+        ray_runtime=_ray_runtime(spec, store, endpoints),
         canary_counts=CanaryCounts(Path(os.environ[METRICS]) if METRICS in os.environ else None),
         say=say,
         over=over,
@@ -134,6 +136,11 @@ def main(argv: list[str]) -> int:
         if orphaned.is_set():
             _remove_after_workers(plan_directory, directory)
     return 0
+
+
+def _ray_runtime(spec: ServeSpec, store: Store, endpoints: EndpointStore) -> RayRuntime | None:
+    """Return the part that lets Ray start engine hosts; None for a server whose database no host can join."""
+    return RayRuntime(endpoints, functools.partial(launch_of, spec, store)) if spec.settings.has_hosts else None
 
 
 def _gateway_place(spec: ServeSpec) -> Path | None:

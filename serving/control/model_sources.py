@@ -17,7 +17,7 @@ from ..interface.errors import InvalidField, PackagingError
 from ..model_files import downloads
 from ..model_files.model_uri import parse
 from .mlflow_resolver import ResolvedModel, resolve, with_drafts
-from .settings import NO_HOSTS
+from .settings import NO_HOSTS, lacks_runtime
 from .spec import EndpointSpec
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ def locate(
         check_defaults(entity.defaults, f"served_entities[{place}].defaults")
         if entity.is_hosted and not has_hosts:
             raise InvalidField(f"served_entities[{place}].placement", "hosts", f"'local' {NO_HOSTS}")
+        if entity.scale is not None and (lacking := lacks_runtime(entity.scale.runtime)):
+            raise InvalidField(f"served_entities[{place}].scale.runtime", entity.scale.runtime, lacking)
         if entity.provisioned and not metered:
             field, given = entity.reserve
             raise InvalidField(
@@ -153,8 +155,9 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         scale_to_zero_enabled=spec.scale_to_zero_enabled,
         follow_alias=spec.follow_alias,
         canary=spec.canary,
-        placement=spec.placement,
+        placement="hosts" if spec.scale is not None and spec.placement is None else spec.placement,
         replicas=spec.replicas,
+        scale=spec.scale,
     )
     try:
         check_placement(entity, spec.name)

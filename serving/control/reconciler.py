@@ -37,6 +37,7 @@ from .following.follower import AliasFollower
 from .hosts.hosted_engines import HostedEngines
 from .hosts.placer import Placer
 from .plan import EngineRecords, Plan, PlanDirectory, PlannedEndpoint, PlannedEntity
+from .ray_runtime.runtime import RayRuntime
 from .rollout import Rollout
 from .webhooks import WebhookSender
 
@@ -70,6 +71,7 @@ class Reconciler:
         canary_counts: CanaryCounts | None = None,
         webhooks: WebhookSender | None = None,
         budget_alerts: BudgetAlerts | None = None,
+        ray_runtime: RayRuntime | None = None,
         say: Say = lambda stage, **fields: None,
         over: threading.Event | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class Reconciler:
         self._webhooks, self._budget_alerts = webhooks, budget_alerts
         self._follower, self._canary_counts = follower, canary_counts or CanaryCounts(None)
         self._hosted, self._placer = HostedEngines(endpoints.hosts), Placer(endpoints)
+        self._ray_runtime = ray_runtime
         self._engines = EngineRecords()
         self._over = over or threading.Event()
         self._plan = plan_directory.read()  # of a controller process that was killed: valid until we know better
@@ -178,6 +181,8 @@ class Reconciler:
             executor.shutdown(wait=False, cancel_futures=True)
         if self._follower is not None:
             self._follower.close()
+        if self._ray_runtime is not None:
+            self._ray_runtime.close()
         if self._webhooks is not None:
             self._webhooks.close()
 
@@ -199,6 +204,8 @@ class Reconciler:
             self._fleet.tick(states.values(), self._reports(states, loaded), serving=self._serving, engines=used)
             if self._fleet.fence is not None:
                 self._placer.tick(states.values(), self._fleet.fence)
+            if self._ray_runtime is not None:
+                self._ray_runtime.tick(states.values(), self._fleet.fence, self._status)
             if self._follower is not None:
                 self._follower.tick(states.values(), self._fleet.fence)
             if self._budget_alerts is not None:
@@ -298,6 +305,9 @@ class Reconciler:
                 self._adopted[rollout.endpoint.id] = rollout.version
                 del self.rollouts[place]
                 del self._published[place]
+
+    def _status(self, key: str) -> EngineStatus | None:
+        return self._supervisor.status(key) if key in self._supervisor.entities() else None
 
     def _scale(self) -> None:
         if time.monotonic() - self._scaled_at < SCALE_SECONDS:

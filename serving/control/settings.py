@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import tempfile
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from ..endpoints.config import PlacementSetting
+from ..endpoints.scale import Runtime, Scale
 from ..interface.errors import InvalidField, PackagingError, without_password
 from ..interface.settings import NAME, Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
 from ..system.files import STATE_VARIABLE, xdg_dir
@@ -73,6 +75,10 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
             another one is needed. None means no limit.
         placement: where the engines of endpoints run that do not say it: "local", each gateway's on its own host, or
             "hosts", on hosts that have joined the database (``mlflow-llm engine --join``).
+        runtime: the cluster that starts hosts for the engines of endpoints that do not say where they run; every
+            gateway needs its client, since any may lead. None starts none by itself.
+        ray_address: address of the Ray cluster that starts such hosts. None is what Ray takes by itself: RAY_ADDRESS,
+            or a cluster on this host, or else a new one, which ends with this server.
         engine_key_file: file with the key of engines on joined hosts.
         engine_timeout: seconds that requests wait for an unavailable engine on another host.
         database: URL of the database with keys, limits, ledger and endpoints.
@@ -135,6 +141,8 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     scale_to_zero_after: Seconds = 300.0
     engine_memory_budget: Bytes | None = None
     placement: PlacementSetting = "local"
+    runtime: Runtime | None = None
+    ray_address: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     engine_key_file: str | None = None
     engine_timeout: Seconds = 60.0
     database: str | None = None
@@ -179,11 +187,27 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidField("require_keys", True, "false without --database, which has the keys")
         if self.placement == "hosts" and not self.has_hosts:
             raise InvalidField("placement", "hosts", f"'local' {NO_HOSTS}")
+        if self.runtime is not None and not self.has_hosts:
+            raise InvalidField("runtime", self.runtime, f"none {NO_HOSTS}")
+        if self.runtime is not None and (lacking := lacks_runtime(self.runtime)):
+            raise InvalidField("runtime", self.runtime, lacking)
+        if self.ray_address is not None and not self.has_hosts:
+            raise InvalidField("ray_address", self.ray_address, f"none {NO_HOSTS}")
 
     @property
     def has_hosts(self) -> bool:
         """Whether engines may be placed on hosts that have joined the database."""
         return self.database is not None and self.engine_key_file is not None
+
+    @property
+    def engine_placement(self) -> PlacementSetting:
+        """The place of engines of endpoints that do not say where these run."""
+        return self.placement if self.runtime is None else "hosts"
+
+    @property
+    def engine_scale(self) -> Scale | None:
+        """The hosts that a runtime starts for the engines of endpoints that do not say where they run."""
+        return None if self.runtime is None else Scale(runtime=self.runtime)
 
     @property
     def adapter_places(self) -> tuple[str, ...]:
@@ -263,6 +287,13 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     def is_open_to_others(self) -> bool:
         """Whether other machines may use the server without a key."""
         return not self.asks_who and not is_loopback(self.host)
+
+
+def lacks_runtime(runtime: Runtime) -> str:
+    """Return what to do where the client of ``runtime`` is not installed; "" where it is. Does not import it."""
+    if importlib.util.find_spec(runtime) is not None:
+        return ""
+    return f"a runtime that is installed on every gateway: pip install 'mlflow-llm[{runtime}]'"
 
 
 def default_state_dir() -> Path:

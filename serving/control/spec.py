@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from ..endpoints.config import PlacementSetting, moves
+from ..endpoints.scale import Scale
 from ..interface.bundle import Bundle
 from ..interface.canary import Canary
 from ..interface.dialect_settings import BATCH, DialectSettings, batched
@@ -25,10 +26,10 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """An endpoint of the command line. ``entity`` is the URI of the served model as it was given, and its name; ``uri``
     names its version even if ``entity`` names an alias ("": ``entity`` does).
 
-    For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last five
+    For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last eight
     fields are those of the management API: the reserved tokens/s, whether an idle engine may end, whether the endpoint
     follows the alias that ``entity`` names, and its canaries, which are not for engines on other hosts; whether the
-    engines run on joined hosts, and how many do.
+    engines run on joined hosts, how many do, and the hosts that a runtime starts for them.
     """
 
     name: str
@@ -53,6 +54,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     canary: Canary | None = None
     placement: PlacementSetting | None = None
     replicas: int | None = None
+    scale: Scale | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)

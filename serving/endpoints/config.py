@@ -17,6 +17,7 @@ from ..interface.settings import EngineSettings, PrefixSharing
 from ..interface.shadow import Shadow
 from ..model_files.model_uri import LATEST, by_version, parse
 from ..model_files.model_version import ModelVersion
+from .scale import Scale
 
 PlacementSetting: TypeAlias = Literal["local", "hosts"]
 
@@ -57,7 +58,8 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
     once or by way of a ``canary``. A canary is itself an entity, with the name of its original in ``canary_of``.
 
     ``placement`` says where its engines run: each gateway starts its own on its host ("local", and None), or they run
-    on hosts that have joined the database ("hosts"), ``replicas`` of them for all gateways.
+    on hosts that have joined the database ("hosts"), ``replicas`` of them for all gateways. With ``scale``, they run on
+    hosts that a runtime starts for them, which join like any other.
     """
 
     name: str
@@ -75,6 +77,7 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
     source: ModelSource | None = None
     placement: PlacementSetting | None = None
     replicas: int | None = None
+    scale: Scale | None = None
 
     @property
     def is_hosted(self) -> bool:

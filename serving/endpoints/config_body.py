@@ -50,6 +50,7 @@ from ..interface.validated_struct import Checked
 from ..model_files.model_uri import by_version
 from ..modes.provisioned import check_throughput
 from .config import EndpointConfig, EntityConfig, PlacementSetting, Route, moves
+from .scale import Scale
 
 ENTITY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,254}")
 URI = re.compile(r"(models|runs):/+[^/\x00].{0,500}|/[^\x00]{1,1000}")
@@ -128,6 +129,13 @@ def _shadow(value: Any, path: str) -> Shadow:
         return Shadow.read(values)
 
 
+@reader(**_schema_of(Scale))
+def _scale(value: Any, path: str) -> Scale:
+    values = obj(value, path)
+    with as_written(None, path):
+        return Scale.read(values)
+
+
 _RATE = Entry(integer(0, MAX_RATE), "tokens/s")
 _ENTITY = {
     "name": Entry(
@@ -149,6 +157,7 @@ _ENTITY = {
         "present ones",
     ),
     "replicas": Entry(integer(1, MAX_REPLICAS), "Engines on joined hosts, each on another one; by default 1"),
+    "scale": Entry(_scale, "Hosts that a cluster's runtime starts for the engines; see docs/scale.md"),
     "defaults": Entry(obj, "Request fields for requests that lack them, over the model's own; null takes one away"),
     "follow_alias": Entry(boolean, "Move to another version when the alias does"),
     "canary": Entry(_canary, "Judge a new version by a share of the traffic before it gets all; see docs/endpoints.md"),
@@ -337,6 +346,7 @@ def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> Enti
         defaults=item.get("defaults", {}),
         placement=item.get("placement"),
         replicas=item.get("replicas"),
+        scale=item.get("scale"),
         follow_alias=item.get("follow_alias", False),
         canary=item.get("canary"),
         shadow=item.get("shadow"),
@@ -387,7 +397,12 @@ def check_placement(entity: EntityConfig, field: str) -> None:
     if not entity.is_hosted:
         if entity.replicas is not None:
             raise InvalidField(f"{field}.replicas", entity.replicas, "none unless placement is 'hosts'")
+        if entity.scale is not None:
+            allowed = "none unless placement is 'hosts': a runtime starts hosts"
+            raise InvalidField(f"{field}.scale", msgspec.to_builtins(entity.scale), allowed)
         return
+    if entity.scale is not None and entity.replicas is not None:
+        raise InvalidField(f"{field}.replicas", entity.replicas, "none beside scale, which has min and max")
     if entity.provisioned:
         name, value = entity.reserve
         raise InvalidField(f"{field}.{name}", value, "none with placement 'hosts': it is for a gateway's own engines")

@@ -32,12 +32,25 @@ class HostDevice(Struct, frozen=True, kw_only=True):
     memory: int
 
 
+class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The start of a host by a runtime (``control.ray_runtime``) for the one engine ``engine`` (``placement_key``).
+
+    The leader writes the rows of hosts that it has ordered and that have not joined yet, with the generation 0;
+    ``message`` says what they wait for, or why they cannot be started."""
+
+    engine: str
+    state: Literal["JOINED", "ORDERED", "FAILED"] = "JOINED"
+    message: str = ""
+
+
 class Offer(Struct, frozen=True, kw_only=True):
-    """The offer of a host: bytes of main memory that engines may take together, CPUs, and GPUs."""
+    """The offer of a host: bytes of main memory that engines may take together, CPUs, and GPUs. A host that a runtime
+    has started has ``start``, and is for one engine."""
 
     memory: int
     cpus: int
     devices: tuple[HostDevice, ...] = ()
+    start: Start | None = None
 
 
 class HostedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -97,18 +110,23 @@ class Placed(Struct, frozen=True, kw_only=True):
         found = ((one, hosts[one.host]) for one in self.placements if one.engine == engine and one.host in hosts)
         return tuple((one, host, host.engines.get(one.id, HostedEngine(state="LOADING"))) for one, host in found)
 
+    def started_for(self, engine: str) -> tuple[EngineHost, ...]:
+        """Return the hosts that a runtime has started, or is to start, for ``engine``."""
+        return tuple(one for one in self.hosts if one.offer.start is not None and one.offer.start.engine == engine)
+
 
 def placement_key(entity: EntityConfig) -> str:
     """Return the key of a served entity's engine on joined hosts.
 
     Entities with the same weights, adapters and settings have the same key on every host and for every gateway, and
-    share the engine.
+    share the engine; not so if a runtime starts hosts for one of them, or gives these other resources.
     """
     source = entity.model
     bundle = source.bundle
     draft = bundle.draft.content_hash if bundle.draft is not None else ""
     served = (bundle.content_hash, draft, bundle.tasks, bundle.embedding, sorted(bundle.adapters))
-    described = msgspec.json.encode((*served, source.engine, source.core), order="sorted")
+    runtime = () if entity.scale is None else ((entity.scale.runtime, entity.scale.resources),)
+    described = msgspec.json.encode((*served, source.engine, source.core, *runtime), order="sorted")
     return hashlib.sha256(described).hexdigest()[:32]
 
 
@@ -204,6 +222,19 @@ class EngineHosts:
 
         self._store.write(work, timeout=2.0)
 
+    def expect(self, expected: tuple[EngineHost, ...], fence: Fence | None) -> None:
+        """Replace the rows of the hosts that have been ordered and have not joined yet. Raises ``NotLeader``."""
+
+        def work(connection: sa.Connection) -> None:
+            check_fence(connection, fence)
+            connection.execute(sa.delete(engine_hosts).where(engine_hosts.c.generation == 0))
+            there = set(connection.execute(sa.select(engine_hosts.c.host)).scalars())
+            for host in expected:
+                if host.host not in there:
+                    self._put(connection, host)
+
+        self._store.write(work, timeout=2.0)
+
     def change(self, changes: Changes, fence: Fence | None) -> None:
         """Write the decisions of the leader. Raises ``NotLeader``."""
 
@@ -220,6 +251,12 @@ class EngineHosts:
                 connection.execute(sa.insert(placements).values(**row, entity=msgspec.json.encode(one.entity).decode()))
 
         self._store.write(work, timeout=2.0)
+
+
+def expected(name: str, start: Start, now_ms: int) -> EngineHost:
+    """Return the row of a host that the leader has ordered, and which joins by this name."""
+    offer = Offer(memory=0, cpus=0, start=start)
+    return EngineHost(host=name, name=name, started_ms=now_ms, generation=0, beat=0, offer=offer)
 
 
 def new_placement(engine: str, host: EngineHost, entity: EntityConfig, now_ms: int) -> Placement:

@@ -15,6 +15,7 @@ from ..metering.accounts.authorization import PermissionLevel
 from .config import PlacementSetting
 from .engine_hosts import EngineState
 from .gateways import AdapterProgress
+from .scale import Scale
 
 Ready = Literal["READY", "NOT_READY"]
 Origin = Literal["api", "command_line"]
@@ -51,6 +52,7 @@ class ServedEntityInfo(TypedDict):
     shadow: NotRequired[Shadow]
     placement: NotRequired[PlacementSetting]
     replicas: NotRequired[int]
+    scale: NotRequired[Scale]
     resolved_name: NotRequired[str]
     resolved_version: NotRequired[str]
     content_hash: NotRequired[str]
@@ -130,7 +132,7 @@ class GatewayState(TypedDict):
 
 class HostedReplica(TypedDict):
     """An engine of a served entity on a joined host, by that host's last report. ``address`` is where a READY one
-    answers, ``message`` why a FAILED one does not run."""
+    answers, ``message`` why a FAILED one does not run, or what the start of its host waits for."""
 
     served_entity: str
     host: str
@@ -159,13 +161,15 @@ class HostEngineInfo(TypedDict):
 
 class EngineHostInfo(TypedDict):
     """A host that has joined the database to run engines. ``memory`` is what it offers, in bytes; ``generation`` grows
-    with every start of its command. Nothing new is placed on one that drains."""
+    with every start of its command. Nothing new is placed on one that drains. A runtime has been told to start one that
+    is ORDERED; ``message`` says what that waits for, or why it FAILED."""
 
     name: str
     id: str
     generation: int
     started_timestamp: int
-    state: Literal["ACTIVE", "DRAINING"]
+    state: Literal["ACTIVE", "DRAINING", "ORDERED", "FAILED"]
+    message: NotRequired[str]
     memory: int
     cpus: int
     devices: list[HostDeviceInfo]

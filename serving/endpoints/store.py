@@ -66,6 +66,7 @@ from .rows import (
     stored_config,
     tasks_of,
 )
+from .scale import Scale
 from .views import by_gateway, by_host, endpoint_in_brief, endpoint_to_wire, rate_limits_to_wire, tags_to_wire
 
 
@@ -91,7 +92,7 @@ class EndpointStore:
     seconds and is called outside transactions. ``changed()`` is called after a change of what is served. Methods that
     take a ``name`` raise ``NotFound`` if it is unknown. ``outbox`` takes the events of rollouts, for webhooks.
     ``placement`` is that of entities of which neither a request nor the endpoint's present config says where their
-    engines run.
+    engines run, and ``scale`` theirs if a runtime starts their hosts.
     """
 
     def __init__(
@@ -103,9 +104,10 @@ class EndpointStore:
         changed: Callable[[], None] = lambda: None,
         outbox: EventOutbox | None = None,
         placement: PlacementSetting = "local",
+        scale: Scale | None = None,
     ) -> None:
         self._store, self._outbox = store, outbox
-        self._placement = placement
+        self._placement, self._scale = placement, scale
         self._locate = locate
         self._clock = clock
         self._changed = changed
@@ -403,7 +405,8 @@ class EndpointStore:
         """Return ``config`` with its models found; they must all have the same tasks.
 
         The engines of an endpoint stay off the gateways unless the request says "local": if those of ``before``, the
-        present config, are on other hosts, the new ones are placed on joined hosts.
+        present config, are on other hosts, the new ones are placed on joined hosts, and on such that the same runtime
+        starts.
 
         Raises ``InvalidField``, ``NotFound``. Errors name fields in the spelling of ``body``, whose path in the request
         is ``parent``.
@@ -411,7 +414,9 @@ class EndpointStore:
         with as_written(body, parent):
             elsewhere = before is not None and any(entity.is_elsewhere for entity in before.served_entities)
             placement = "hosts" if elsewhere else self._placement
-            entities = tuple(_placed(entity, placement) for entity in config.served_entities)
+            scales = {one.name: one.scale for one in before.served_entities} if elsewhere and before else {}
+            scale = next(filter(None, scales.values()), None) if elsewhere else self._scale
+            entities = tuple(_placed(one, placement, scales.get(one.name, scale)) for one in config.served_entities)
             for place, entity in enumerate(entities):
                 check_placement(entity, f"served_entities[{place}]")
             found = tuple(
@@ -473,11 +478,13 @@ def _there(connection: sa.Connection, caller: Caller) -> tuple[tuple[Gateway, ..
     return (gateways_in(connection), placed_in(connection)) if caller.manages else ((), Placed())
 
 
-def _placed(entity: EntityConfig, placement: str) -> EntityConfig:
-    """Return an entity for which a request has not said where its engines run, with ``placement``."""
+def _placed(entity: EntityConfig, placement: str, scale: Scale | None) -> EntityConfig:
+    """Return an entity for which a request has not said where its engines run, with ``placement`` and ``scale``."""
+    if entity.scale is not None and entity.placement is None:
+        return msgspec.structs.replace(entity, placement="hosts")
     if placement != "hosts" or entity.placement is not None:
         return entity
-    return msgspec.structs.replace(entity, placement="hosts")
+    return msgspec.structs.replace(entity, placement="hosts", scale=None if entity.replicas is not None else scale)
 
 
 def _idle_config(connection: sa.Connection, name: str) -> EndpointConfig | None:

@@ -93,6 +93,13 @@ def by_host(configs: Iterable[EndpointConfig], placed: Placed) -> dict[str, Any]
         for name, engine in sorted(hosted)
         for _, host, said in placed.of(engine)
     ]
+    shown += [
+        {"served_entity": name, "host": host.name, "state": "FAILED" if start.state == "FAILED" else "LOADING"}
+        | ({"message": start.message} if start.message else {})
+        for name, engine in sorted(hosted)
+        for host in placed.started_for(engine)
+        if (start := host.offer.start) is not None and start.state != "JOINED"
+    ]
     return {"hosts": shown}
 
 
@@ -107,12 +114,17 @@ def _host(host: EngineHost, placed: Placed) -> dict[str, Any]:
         model, said = row.entity.model.identity, host.engines.get(row.id, HostedEngine(state="LOADING"))
         shown = {"model": str(model), "content_hash": model.content_hash}
         engines.append(shown | {key: value for key, value in msgspec.to_builtins(said).items() if value})
+    start, state = host.offer.start, "DRAINING" if host.draining else "ACTIVE"
+    ordered: dict[str, str] = {}
+    if start is not None and start.state != "JOINED":
+        state, ordered = start.state, {"message": start.message} if start.message else {}
     return {
         "name": host.name,
         "id": host.host,
         "generation": host.generation,
         "started_timestamp": host.started_ms,
-        "state": "DRAINING" if host.draining else "ACTIVE",
+        "state": state,
+        **ordered,
         "memory": host.offer.memory,
         "cpus": host.offer.cpus,
         "devices": msgspec.to_builtins(list(host.offer.devices)),

@@ -19,9 +19,10 @@ _SHORT = re.compile(r"(?P<name>[^/@:=]+)(?:/(?P<version>\d+)|@(?P<alias>[\w-]+))
 ENTITY_FIELDS = (
     "name", "entity_name", "entity_version", "min_provisioned_throughput", "max_provisioned_throughput",
     "scale_to_zero_enabled", "engine_settings", "defaults", "follow_alias", "canary", "shadow", "placement",
-    "replicas",
+    "replicas", "scale",
 )  # fmt: skip
 OF_ENTITY = ("scale_to_zero_enabled", "placement", "replicas")
+SCALE = "off, or a JSON object with runtime, min, max and resources"
 GUARDRAILS = "off, or a JSON object with input, output or both"
 THROUGHPUT = ("min_provisioned_throughput", "max_provisioned_throughput")
 
@@ -43,6 +44,7 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         shadow_sample: float | None,
         no_shadow: bool,
         guardrails: str | None,
+        scale: str | None,
         **options: Any,
     ) -> Any:
         names = (*THROUGHPUT, *OF_ENTITY, "sticky")
@@ -59,6 +61,8 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError("--shadow or --no-shadow, not both")
         changes["shadows"] = [entity_of(given) | {"shadow": {}} for given in shadows]
         changes["shadow_sample"], changes["no_shadow"] = shadow_sample, no_shadow
+        if scale is not None:
+            changes["scale"] = settings_of("--scale", scale, SCALE)
         if guardrails is not None:
             changes["guardrails"] = settings_of("--guardrails", guardrails, GUARDRAILS)
         changes["engine_settings"], changes["defaults"] = engine_overrides(config), request_fields(defaults)
@@ -94,6 +98,12 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 help="Where the engines run: on each gateway's host, or on hosts that have joined the database.",
             ),
             click.option("--replicas", type=click.IntRange(1, 64), help="Engines on joined hosts."),
+            click.option(
+                "--scale",
+                metavar="off|JSON",
+                help="Hosts that a cluster's runtime starts for the engines: "
+                '\'{"runtime": "ray", "min": 1, "max": 4, "resources": {"GPU": 1}}\'.',
+            ),
             click.option(
                 "--payload-log",
                 metavar="on|off|JSON",
@@ -255,10 +265,11 @@ def _settings_for(entity: dict[str, Any], present: list[dict[str, Any]], count: 
 
 
 def _changed_entity(entity: dict[str, Any], changes: dict[str, Any], *, pays: bool = True) -> dict[str, Any]:
-    names = (*THROUGHPUT, *OF_ENTITY, "follow_alias", "canary")
+    names = (*THROUGHPUT, *OF_ENTITY, "follow_alias", "canary", "scale")
     given = {name: changes[name] for name in names if name in changes and pays}
     merged = {name: entity.get(name, {}) | changes[name] for name in ("engine_settings", "defaults") if changes[name]}
-    return entity | given | merged
+    found = entity | given | merged
+    return found if found.get("scale", {}) is not None else {name: found[name] for name in found if name != "scale"}
 
 
 def _traffic(config: dict[str, Any]) -> dict[str, int]:

@@ -20,7 +20,8 @@ HEADS = ("HOST", "STATE", "MEMORY", "CPUS", "GPUS", "ENGINE", "ENGINE STATE", "A
 def engines(url: str, key: str | None, as_json: bool) -> None:
     """List the hosts that have joined to run engines.
 
-    They join with `mlflow-llm engine --join`. Each has a line for every engine that a server has placed on it.
+    They join with `mlflow-llm engine --join`, or a cluster's runtime starts them. Each has a line for every engine that
+    a server has placed on it.
     """
     client = Client(url, key)
     found = client.get(ENGINE_HOSTS)
@@ -37,5 +38,5 @@ def _rows(host: dict[str, Any]) -> list[tuple[str, ...]]:
     shown = (host["name"], host["state"].lower(), f"{host['memory'] / 2**30:.1f} GiB", str(host["cpus"]), gpus)
     engines = [
         (one["model"], one["state"].lower(), one.get("message") or one.get("address", "-")) for one in host["engines"]
-    ] or [("-", "-", "-")]
+    ] or [("-", "-", host.get("message", "-"))]
     return [(*(("",) * len(shown) if place else shown), *engine) for place, engine in enumerate(engines)]

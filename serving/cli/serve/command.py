@@ -111,13 +111,17 @@ def spec_of(
     if fields and not named:
         raise click.UsageError("-D goes with -m: endpoints in the database have their own defaults")
     check_settings(overrides, named, addresses)
-    hosted = tuple(one for one in named if settings.placement == "hosts" and one not in addresses)
+    hosted = tuple(one for one in named if settings.engine_placement == "hosts" and one not in addresses)
     say({"stage": "reading", "models": len(named)})
     return ServeSpec(
         endpoints=tuple(
             msgspec.structs.replace(one, addresses=addresses[one.name], key_file=key_path)
             if one.name in addresses
-            else msgspec.structs.replace(one, placement="hosts" if one.name in hosted else None)
+            else msgspec.structs.replace(
+                one,
+                placement="hosts" if one.name in hosted else None,
+                scale=settings.engine_scale if one.name in hosted else None,
+            )
             for one in endpoint_specs(named, overrides, profile, elsewhere=(*addresses, *hosted), defaults=fields)
         ),
         settings=settings,

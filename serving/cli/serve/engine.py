@@ -68,6 +68,7 @@ LEVELS = {"restarting": logging.WARNING, "failed": logging.ERROR}
 )
 @click.option("--log-file", metavar="FILE", help="File to which the log is appended as JSON, besides standard error.")
 @click.option("--runtime-dir", hidden=True)
+@click.option("--only", hidden=True)  # the engine that a runtime has started this host for
 def engine(
     model_uri: str | None,
     join: str | None,
@@ -81,6 +82,7 @@ def engine(
     spec_file: str | None,
     log_file: str | None,
     runtime_dir: str | None,
+    only: str | None,
 ) -> None:
     """Run an engine on this host for servers on other hosts.
 
@@ -108,10 +110,11 @@ def engine(
             adapter_dirs=adapter_dirs,
             drain_timeout=drain_timeout,
             state_dir=runtime_dir,
+            only=only,
         )
         return
-    if memory is not None or name is not None:
-        raise click.UsageError("--memory and --name go with --join")
+    if memory is not None or name is not None or only is not None:
+        raise click.UsageError("--memory, --name and --only go with --join")
     model = msgspec.structs.replace(
         _model(model_uri, spec_file, config),
         listen=listen,

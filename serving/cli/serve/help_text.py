@@ -14,6 +14,7 @@ from ...interface.settings import EngineSettings
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "models", "name", "spec_file", "profile", "config", "defaults", "engines", "engine_key_file", "placement",
+        "runtime", "ray_address",
     ),
     "Listen": (
         "host", "port", "socket", "socket_mode", "probe_port", "probe_host", "grpc_port", "allowed_hosts",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import subprocess
+import threading
 from typing import Any
 
 import click
@@ -14,7 +16,7 @@ from ...control.hosts.agent import HostAgent
 from ...control.hosts.host_identity import HostIdentity
 from ...control.model_sources import with_files
 from ...control.settings import default_state_dir
-from ...endpoints.engine_hosts import EngineHosts, HostDevice, Offer
+from ...endpoints.engine_hosts import EngineHosts, HostDevice, Offer, Start
 from ...interface.settings import GRANTED
 from ...supervision.warm_up import generate_one
 from ...system.cpus import num_threads
@@ -40,17 +42,34 @@ def granted(config: tuple[str, ...]) -> dict[str, Any]:
 
 
 def run_joined(
-    url: str, *, memory: int | None, name: str | None, config: tuple[str, ...], state_dir: str | None, **options: Any
+    url: str,
+    *,
+    memory: int | None,
+    name: str | None,
+    config: tuple[str, ...],
+    state_dir: str | None,
+    only: str | None,
+    **options: Any,
 ) -> None:
     """Run this host for the database at ``url`` until a signal ends it.
 
+    A runtime that starts it for the engine ``only`` writes the URL, which may have a password, as the first line of its
+    standard input, and keeps that open: the host drains when it closes.
+
     Raises ``UsageError``, ``ClickException``, ``PackagingError``.
     """
+    if only is not None:
+        url = _first_line()
     grants, identity = granted(config), HostIdentity(default_state_dir())
     with opened(url, make=True) as store:
         agent = HostAgent(
             EngineHosts(store),
-            Offer(memory=memory or main_memory().total, cpus=num_threads(), devices=devices()),
+            Offer(
+                memory=memory or main_memory().total,
+                cpus=num_threads(),
+                devices=devices(),
+                start=None if only is None else Start(engine=only),
+            ),
             host=identity.host,
             name=name or socket.gethostname(),
             find=with_files,
@@ -62,8 +81,24 @@ def run_joined(
         )
         for ending in (signal.SIGTERM, signal.SIGINT):
             signal.signal(ending, lambda *_: agent.stop())
+        if only is not None:
+            threading.Thread(target=_stop_at_end_of_input, args=(agent,), daemon=True).start()
         agent.run()
     identity.lock.release()
+
+
+def _first_line() -> str:
+    """Return the first line of standard input; not by ``sys.stdin``, whose lock a thread holds at exit."""
+    found = b""
+    while not found.endswith(b"\n") and (more := os.read(0, 1)):
+        found += more
+    return found.decode().strip()
+
+
+def _stop_at_end_of_input(agent: HostAgent) -> None:
+    while os.read(0, 4096):
+        pass
+    agent.stop()
 
 
 def devices() -> tuple[HostDevice, ...]:

@@ -11,6 +11,7 @@ from click import option
 from ...control.settings import DATABASE_VARIABLE, ServerSettings
 from ...control.spec import ProfileName
 from ...endpoints.config import PlacementSetting
+from ...endpoints.scale import Runtime
 from ...interface.settings import PrefixSharing
 from .sizes import Size
 
@@ -281,6 +282,15 @@ _OPTIONS = (
         type=click.Choice(get_args(PlacementSetting)),
         help="Where engines run of which nothing else is said: here, or on hosts that have joined the database "
         "(mlflow-llm engine --join).",
+    ),
+    _setting(
+        "--runtime",
+        type=click.Choice(get_args(Runtime)),
+        help="Cluster that starts hosts for engines of which nothing else is said (pip install 'mlflow-llm[ray]').",
+    ),
+    _setting(
+        "--ray-address",
+        help="Address of the Ray cluster (default: RAY_ADDRESS, or a cluster on this host, or a new one).",
     ),
     _setting(
         "--engine-timeout",

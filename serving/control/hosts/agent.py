@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 CHECK_SECONDS = 0.1
 SOON_SECONDS = 0.2  # between beats while an engine starts
+UNUSED_SECONDS = 60.0
+"""How long a host that was started for one engine waits for it: without, its deployment is gone."""
 KEEP_SECONDS = 5.0
 """How long an engine that is not placed here any more runs on: after a silence it is placed here again."""
 FIND_AGAIN_SECONDS = 30.0  # before a model that could not be fetched is looked up again
@@ -106,6 +108,7 @@ class HostAgent:
         self._before: dict[str, str] = {}  # addresses, by placement, of engines that an earlier command has started
         self._finders = ThreadPoolExecutor(2, thread_name_prefix="find")
         self._enders: list[threading.Thread] = []
+        self._unused_since: float | None = None
         self._over, self._at_once = threading.Event(), threading.Event()
 
     def stop(self) -> None:
@@ -150,6 +153,17 @@ class HostAgent:
             logger.warning("the database: %s", error)
             return
         self._follow({one.engine: one for one in placed})
+        if self._own.offer.start is not None and self._is_unused():
+            self._over.set()
+
+    def _is_unused(self) -> bool:
+        """Return whether nothing has been placed here for so long that this host is not wanted any more."""
+        if self._runs:
+            self._unused_since = None
+            return False
+        now = self._monotonic()
+        self._unused_since = now if self._unused_since is None else self._unused_since
+        return now - self._unused_since >= UNUSED_SECONDS
 
     def _is_busy(self) -> bool:
         return any(self._state(engine, run).state == "LOADING" for engine, run in self._runs.items())

@@ -11,6 +11,8 @@ from .placer import may_run
 LOOK_SECONDS = 0.5
 NO_HOST_SECONDS = 20.0
 """How long an engine may be without a host before it counts as failed: hosts and gateways start at the same time."""
+ORDERED_SECONDS = 900.0
+"""How long it may wait for a host that a runtime has been told to start: a cluster may add a node first."""
 
 
 class HostedEngines:
@@ -60,6 +62,11 @@ class HostedEngines:
         since = self._without.get(engine)
         if since is None or self._monotonic() - since < NO_HOST_SECONDS:
             return ""
+        started = [host.offer.start for host in self._placed.started_for(engine) if host.offer.start is not None]
+        if any(start.state != "FAILED" for start in started) and self._monotonic() - since < ORDERED_SECONDS:
+            return ""
+        if started:
+            return "; ".join(dict.fromkeys(start.message or "its host takes no engine" for start in started))
         if not self._placed.hosts:
             return "no host has joined this database to run engines (mlflow-llm engine --join)"
         names = ", ".join(host.name for host in self._placed.hosts)

@@ -58,9 +58,9 @@ class Placer:
         if self._monotonic() - self._looked_at > SILENT_SECONDS:  # this gateway could not look: that is no silence
             self._beats.observe({})
         self._looked_at = self._monotonic()
-        silent = self._beats.observe({one.host: (one.generation, one.beat) for one in placed.hosts})
+        silent = self._beats.observe({one.host: (one.generation, one.beat) for one in placed.hosts if one.generation})
         gone = tuple(one for one in placed.hosts if one.host in silent)
-        wanted = self._wanted(states)
+        wanted = self._wanted(states, placed)
         if not (placed.placements or wanted or gone):
             return
         left = Placed(
@@ -73,7 +73,7 @@ class Placer:
             hosts.change(Changes(add=found.add, remove=found.remove, gone=gone), fence)
             self._say(gone, found, placed)
 
-    def _wanted(self, states: Iterable[EndpointState]) -> dict[str, WantedEngine]:
+    def _wanted(self, states: Iterable[EndpointState], placed: Placed) -> dict[str, WantedEngine]:
         wanted: dict[str, WantedEngine] = {}
         self._configs.begin()
         for state in states:
@@ -82,6 +82,8 @@ class Placer:
                 for entity in () if config is None else config.served_entities:
                     if entity.is_hosted:
                         key, number = placement_key(entity), entity.replicas or 1
+                        if entity.scale is not None:  # its runtime decides how many: one on each host started for it
+                            number = sum(may_run(host, entity) for host in placed.started_for(key)) or 1
                         known = wanted.get(key)
                         if known is None or known.replicas < number:
                             wanted[key] = WantedEngine(entity=entity, replicas=number)
@@ -127,7 +129,13 @@ def changes(
 
 
 def may_run(host: EngineHost, entity: EntityConfig) -> bool:
-    """Return whether ``host`` takes new engines and has the device that the entity's settings name."""
+    """Return whether ``host`` takes new engines, is there for this one and has the device that the entity's settings
+    name."""
+    start = host.offer.start
+    if (start is None) != (entity.scale is None):  # hosts of a runtime and its entities are for each other alone
+        return False
+    if start is not None and (start.state != "JOINED" or start.engine != placement_key(entity)):
+        return False
     return not host.draining and (bool(host.offer.devices) or not entity.model.engine.device.startswith("cuda"))
 
 

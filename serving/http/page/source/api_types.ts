@@ -385,7 +385,7 @@ export interface Guardrails {
   output: TextRules;
 }
 
-/** An engine of a served entity on a joined host, by that host's last report. `address` is where a READY one answers, `message` why a FAILED one does not run. */
+/** An engine of a served entity on a joined host, by that host's last report. `address` is where a READY one answers, `message` why a FAILED one does not run, or what the start of its host waits for. */
 export interface HostedReplica {
   served_entity: string;
   host: string;
@@ -673,6 +673,15 @@ export interface RouteInfo {
   traffic_percentage: number;
 }
 
+/** The hosts that a runtime starts for the engines of an entity. Each runs one replica. Attributes: runtime: the cluster that starts the hosts, ends them and replaces them when their nodes die. min: the fewest hosts. max: the most hosts; between the two, their number follows the load. None is as many as `min`. resources: what each host takes of a node of the cluster, by the cluster's names; `memory` is in bytes. */
+export interface Scale {
+  runtime: "ray";
+  min: number;
+  max: number | null;
+  /** at most 16 names of resources with amounts, such as {"GPU": 1} */
+  resources: Record<string, number>;
+}
+
 /** A token of the text, with the likeliest tokens at its place. */
 export interface ScoredToken {
   token: string;
@@ -704,6 +713,7 @@ export interface ServedEntityInfo {
   shadow?: Shadow;
   placement?: "local" | "hosts";
   replicas?: number;
+  scale?: Scale;
   resolved_name?: string;
   resolved_version?: string;
   content_hash?: string;
