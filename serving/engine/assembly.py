@@ -23,6 +23,7 @@ from .attention.paged import chunks, decode, varlen
 from .attention.paged.cache import PagedKVCache
 from .attention.slot_cache import SlotKVCache, token_bytes
 from .attention.slot_table import MAX_SHARED_SLOTS
+from .devices import overlap
 from .forward.decode_graphs import GraphedForward
 from .forward.draft_loader import load_draft_model
 from .forward.runner import ModelForward, Runner, StepForward
@@ -224,6 +225,7 @@ def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward, not_a
     reason = _why_no_kernel(loaded, cache, decode.why_not)
     prefill, prefill_reason = _prefill_by(loaded, cache)
     graphs = forward if isinstance(forward, GraphedForward) else None
+    not_early = overlap.why_not(loaded.device)
     return PagedInfo(
         kv_block_size=cache.block_size,
         attention="torch" if reason else "triton",
@@ -234,6 +236,10 @@ def _paged_info(loaded: LoadedModel, cache: KVCache, forward: StepForward, not_a
         cuda_graphs_reason=graphs.reason if graphs else "the setting cuda_graphs is 'none'",
         async_scheduling=not not_ahead,
         async_scheduling_reason=not_ahead,
+        products=loaded.products.lines,
+        products_reason=loaded.products.reason,
+        early_launch=not not_early,
+        early_launch_reason=not_early,
     )
 
 

@@ -65,6 +65,9 @@ class PagedInfo(Struct, frozen=True, kw_only=True):
     - ``cuda_graphs``: the sizes of decode steps that are recorded (``cuda_graphs_reason``: why none are).
     - ``async_scheduling``: whether a step is launched before the tokens of the previous one are read
       (``async_scheduling_reason``: why not).
+    - ``products``: for each shape of linears in floats, outputs x inputs, the numbers of rows that our kernels multiply
+      faster than torch, with both times (``products_reason``: why torch multiplies all).
+    - ``early_launch``: whether kernels begin while the one before still runs (``early_launch_reason``: why not).
     """
 
     kv_block_size: int
@@ -76,6 +79,10 @@ class PagedInfo(Struct, frozen=True, kw_only=True):
     cuda_graphs_reason: str = ""
     async_scheduling: bool = False
     async_scheduling_reason: str = ""
+    products: tuple[str, ...] = ()
+    products_reason: str = ""
+    early_launch: bool = False
+    early_launch_reason: str = ""
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):

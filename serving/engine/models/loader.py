@@ -24,7 +24,7 @@ from ..attention.slot_cache import BF16_LAYOUT, INT8_LAYOUT, SlotKVCache
 from ..devices import openmp
 from ..native import library
 from ..native.library import NotNative
-from ..weights import fp8, input_factors, linear, stored_weights
+from ..weights import few_rows, fp8, input_factors, linear, stored_weights
 from ..weights.config_bounds import in_proportion, refuse_unscaled
 from ..weights.forward_context import ContextHolder
 from .fused import experts as fused_experts
@@ -53,7 +53,7 @@ class LoadedModel:
     ``layers`` are the KV shapes found by running the model, ``linears`` what ``linear.install`` returned. ``decoder``
     has the weights of a native step; if None, ``kernels_reason`` says why. ``kept`` has the arguments that say how the
     KV cache stores keys and values. ``kv_cache_reason`` says why a latent attention keeps whole ones. ``reader`` reads
-    images, None if the model does not."""
+    images, None if the model does not. ``products`` says which products of few rows are computed by our kernels."""
 
     model: Any
     config: Any
@@ -69,6 +69,7 @@ class LoadedModel:
     kept: Mapping[str, Any]
     kv_cache_reason: str = ""
     reader: ImageEncoder | None = None
+    products: few_rows.Report = few_rows.NOT_TIMED
 
 
 def use_threads(settings: EngineSettings) -> None:
@@ -166,6 +167,7 @@ def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSour
     fused_experts.install(model)
     fused_rotary.install(model)
     linears = linear.install(model, holder, settings, plain=latent)
+    products = few_rows.install(linears, settings, resolved.device, resolved.dtype)
     load_steps.report("testing")
     test.check(model_forward(model, holder), layers, like, int8=settings.quantization != "none", rounded=rounded)
     if settings.quantization == "fp8":
@@ -190,6 +192,7 @@ def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSour
         max_model_len=max_model_len,
         vocab_size=vocab_size(model),
         kept=kept,
+        products=products,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..devices import triton_support
+from ..devices import overlap, triton_support
 
 logger = logging.getLogger(__name__)
 BLOCK = 4096  # tokens that one program compares
@@ -37,9 +37,10 @@ def by_kernel(logits: Any) -> Any:
     values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    kernel.largest_of_chunk[(rows, chunks)](logits, values, places, size, logits.stride(0), BLOCK=BLOCK)
+    how = overlap.options(logits.device)
+    kernel.largest_of_chunk[(rows, chunks)](logits, values, places, size, logits.stride(0), BLOCK=BLOCK, **how)
     padded = 1 << (chunks - 1).bit_length()
-    kernel.largest_of_row[(rows,)](values, places, tokens, chunks, PADDED=max(padded, 2), num_warps=1)
+    kernel.largest_of_row[(rows,)](values, places, tokens, chunks, PADDED=max(padded, 2), num_warps=1, **how)
     return tokens
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..devices.overlap_kernel import begin
+
 
 @triton.jit
 def largest_of_chunk(
@@ -14,8 +16,10 @@ def largest_of_chunk(
     size: tl.tensor,
     stride: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Find the largest of BLOCK tokens, the first of equals. What is no number counts as infinity."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -29,9 +33,15 @@ def largest_of_chunk(
 
 @triton.jit
 def largest_of_row(
-    values: tl.tensor, places: tl.tensor, tokens: tl.tensor, chunks: tl.tensor, PADDED: tl.constexpr
+    values: tl.tensor,
+    places: tl.tensor,
+    tokens: tl.tensor,
+    chunks: tl.tensor,
+    PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Find the largest of a row's chunks; -1 if it is infinite."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, PADDED)
     value = tl.load(values + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from ...interface.errors import PackagingError
 from ...interface.settings import EngineSettings
-from ..devices import triton_support
+from ..devices import overlap, triton_support
 from . import fp8_inputs
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ WIDTH_MULTIPLE = 16  # widths must be multiples of this for torch._scaled_mm on 
 CAPABILITY = (8, 9)  # Ada, the first with products in float8
 BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 64, 128, 4, 4  # of the kernel
 ROW_BLOCK_N, ROW_BLOCK_K, ROW_WARPS = 4, 1024, 2  # of the kernel for one row: the fastest of four on an H100
+FETCHED = 1024  # values of a row that a program fetches before it waits for the kernel before
 MIN_STEPS = 4  # of a program: fewer would not hide the first loads
 ROW_BLOCK = 4096  # values of a row that are read at once when it is quantised
 PROGRAMS = 3 * 132  # the kernel's at least, if K is long enough: three for each multiprocessor of an H100
@@ -127,10 +128,12 @@ def multiply(
     partial = torch.empty(split, rows, N, device=x.device) if split > 1 else scale
     if finished is None:
         finished = torch.zeros(blocks, dtype=torch.int32, device=x.device)
+    codes, known_bias = values.view(torch.uint8), scale if bias is None else bias
     kernel.multiply[(blocks, split)](
-        x.contiguous(), values.view(torch.uint8), scale, scale if bias is None else bias, out, partial, finished,
-        rows, N, K, HAS_BIAS=bias is not None, SPLIT=split, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        WHOLE_K=K % BLOCK_K == 0, DECODE=decoding(x.device, x.dtype), num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        x.contiguous(), codes, codes, scale, known_bias, out, partial, finished, rows, N, K,
+        overlap.fetched(values, FETCHED), HAS_BIAS=bias is not None, SPLIT=split, BLOCK_M=block_m, BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K, WHOLE_K=K % BLOCK_K == 0, DECODE=decoding(x.device, x.dtype), IN_TILES=False,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES, **overlap.options(x.device),
     )  # fmt: skip
     return out
 
@@ -145,8 +148,9 @@ def _multiply_row(x: Any, values: Any, scale: Any, bias: Any) -> torch.Tensor:
         way = "packed"  # as measured
     kernel.multiply_row[(-(-N // ROW_BLOCK_N),)](
         x.contiguous(), values.view(torch.uint8), scale, scale if bias is None else bias, out, N, K,
+        overlap.fetched(values, FETCHED),
         HAS_BIAS=bias is not None, BLOCK_N=ROW_BLOCK_N, BLOCK_K=ROW_BLOCK_K, WHOLE_K=K % ROW_BLOCK_K == 0,
-        DECODE=way, num_warps=ROW_WARPS, num_stages=1,
+        DECODE=way, num_warps=ROW_WARPS, num_stages=1, **overlap.options(x.device),
     )  # fmt: skip
     return out
 

@@ -26,6 +26,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..devices.overlap_kernel import begin_with
+
 # Bytes 0 and 1, then 2 and 3, into the upper halves of two pairs of 16 bits; then sign | exponent and mantissa moved
 # down by 4; then times 2^120 (0x7b80), plus -0.
 TO_BF16 = tl.constexpr("""{
@@ -64,7 +66,7 @@ def joined(
     place: tl.tensor,
     inside: tl.tensor,
     size: tl.tensor,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.tensor,
 ) -> tl.tensor:
     """Return the ``sums`` of all programs that share program 0's axis, in the one that finishes last; and whether this
     is it. ``partial`` has room for SPLIT times ``size``, and each program's sums go to ``place`` in its part."""
@@ -82,10 +84,11 @@ def joined(
     return sums, is_last
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "fetched"])
 def multiply(
     x: tl.tensor,
     values: tl.tensor,
+    tiles: tl.tensor,
     scale: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
@@ -94,6 +97,7 @@ def multiply(
     M: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
+    fetched: tl.tensor,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -101,23 +105,32 @@ def multiply(
     BLOCK_K: tl.constexpr,
     WHOLE_K: tl.constexpr,
     DECODE: tl.constexpr,
+    IN_TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Multiply x [M, K] by ``values``, uint8 [N, K], → out [M, N]. M is at most BLOCK_M; a program takes BLOCK_N rows
     of ``values``, and with ``SPLIT`` one part of K. Products have x's type; sums, ``scale`` and ``bias`` [N] are
-    float32. ``WHOLE_K``: BLOCK_K divides K. ``finished`` [blocks of N] is zeros before and after."""
+    float32. ``WHOLE_K``: BLOCK_K divides K. ``finished`` [blocks of N] is zeros before and after.
+    ``fetched`` is how many weights of each row a program fetches before it waits (``overlap_kernel.py``)."""
     block, part = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
     each = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
-    begin = part * each
+    first = part * each
+    share = tl.minimum(tl.minimum(each, K - first), fetched)
+    block_values = values + block.to(tl.int64) * BLOCK_N * K
+    begin_with(block_values + first, K, tl.minimum(BLOCK_N, N - block * BLOCK_N), share, OVERLAP)
     from_values = values + column[:, None].to(tl.int64) * K + at[None, :]
     from_x = x + row[None, :] * K + at[:, None]
     is_column, is_row = (column < N)[:, None], (row < M)[None, :]
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(begin, tl.minimum(begin + each, K), BLOCK_K):
+    for start in range(first, tl.minimum(first + each, K), BLOCK_K):
         if WHOLE_K:
-            bits = tl.load(from_values + start, mask=is_column, other=0, eviction_policy="evict_first")
+            if IN_TILES:
+                bits = tiles.load([block * BLOCK_N, start])
+            else:
+                bits = tl.load(from_values + start, mask=is_column, other=0, eviction_policy="evict_first")
             some = tl.load(from_x + start, mask=is_row, other=0.0)
         else:
             inside = start + at < K
@@ -138,7 +151,7 @@ def multiply(
         tl.store(out + place, y.to(out.dtype.element_ty), mask=is_column & is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fetched"])
 def multiply_row(
     x: tl.tensor,
     values: tl.tensor,
@@ -147,16 +160,21 @@ def multiply_row(
     out: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
+    fetched: tl.tensor,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE_K: tl.constexpr,
     DECODE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Multiply one row x [K] by ``values``, uint8 [N, K], → out [N], in float32. A program takes BLOCK_N rows of
-    ``values``, whole."""
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ``values``, whole. ``fetched`` is as above."""
+    block = tl.program_id(0)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.arange(0, BLOCK_K)
+    block_values = values + block.to(tl.int64) * BLOCK_N * K
+    begin_with(block_values, K, tl.minimum(BLOCK_N, N - block * BLOCK_N), tl.minimum(K, fetched), OVERLAP)
     from_values = values + column[:, None].to(tl.int64) * K + at[None, :]
     is_column = (column < N)[:, None]
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)

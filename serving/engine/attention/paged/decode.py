@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...devices import overlap
 from ..kv_cache import AttentionArgs
 from ..slot_attention import attend_unfused
 from . import kernel_trial
@@ -145,11 +146,18 @@ def attend_split(
         wide_kernel.decode_wide[(B, heads, programs)](*arrays, *numbers, **same, **wide)
     else:
         kernel.decode_split[(B, heads, programs)](
-            *arrays, *numbers, **same, TILE=kernel.TILE, GROUP_PADDED=kernel.padded(H // Hkv), **widths
+            *arrays,
+            *numbers,
+            **same,
+            TILE=kernel.TILE,
+            GROUP_PADDED=kernel.padded(H // Hkv),
+            **widths,
+            **overlap.options(q.device),
         )
     kernel.merge_splits[(B, H)](
         sums, largest, total, out if sinks is None else sinks.float().contiguous(), lengths, out, window or 0, splits,
         H=H, DV=Dv, SPLIT=split, HAS_SINKS=sinks is not None, DV_PADDED=widths["DV_PADDED"],
+        **overlap.options(q.device),
     )  # fmt: skip
     return out
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...devices.overlap_kernel import begin
+
 TILE = 64  # tokens
 PARTS: tl.constexpr = tl.constexpr(8)  # splits that are read together
 
@@ -49,9 +51,11 @@ def decode_split(
     D_PADDED: tl.constexpr,
     DV_PADDED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Compute the partial softmaxes of splits. ``window`` 0 means none. A program takes every ``num_programs``-th
     split, so the grid need not fit the lengths."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     length = tl.load(lengths + row)
@@ -108,18 +112,20 @@ def merge_splits(
     SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     DV_PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Merge the partial softmaxes of a row's splits, PARTS at a time and these in order, and divide by their sum."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(lengths + row)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     dv = tl.arange(0, DV_PADDED)
     at = (row * H + head) * num_splits
-    begin, end = first // SPLIT, (length + SPLIT - 1) // SPLIT
+    lowest, end = first // SPLIT, (length + SPLIT - 1) // SPLIT
     place = tl.arange(0, PARTS)
     running_max = tl.full([PARTS], float("-inf"), tl.float32)
-    for part in range(begin, end, PARTS):
+    for part in range(lowest, end, PARTS):
         inside = part + place < end
         running_max = tl.maximum(running_max, tl.load(largest + at + part + place, mask=inside, other=float("-inf")))
     overall = tl.max(running_max, 0)
@@ -129,7 +135,7 @@ def merge_splits(
         overall = tl.maximum(overall, sink)
         exponentials = tl.exp(sink - overall)
     summed = tl.zeros([DV_PADDED], tl.float32)
-    for part in range(begin, end, PARTS):
+    for part in range(lowest, end, PARTS):
         inside = part + place < end
         factor = tl.exp(tl.load(largest + at + part + place, mask=inside, other=float("-inf")) - overall)
         exponentials += tl.sum(tl.load(total + at + part + place, mask=inside, other=0.0) * factor, 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...devices import triton_support
+from ...devices import overlap, triton_support
 from ..kv_cache import LayerShape
 from ..rotation import UNFUSED, Rotation
 from ..slab import Slab
@@ -76,7 +76,7 @@ class LayerBlocks:
         write_kernel.rotate_and_write[rotation.grid](
             rotation.q, rotation.k, v, rotation.cos.contiguous(), rotation.sin.contiguous(), q, self.k, self.v,
             indexes, *rotation.strides, v.stride(0), v.stride(1), DV=Dv, DV_PADDED=1 << (Dv - 1).bit_length(),
-            **rotation.sizes, **UNFUSED,
+            **rotation.sizes, **UNFUSED, **overlap.options(self.k.device),
         )  # fmt: skip
         return q.transpose(1, 2)
 

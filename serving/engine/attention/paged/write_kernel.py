@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...devices.overlap_kernel import begin
 from ..rotation_kernel import turn_heads
 
 
@@ -65,9 +66,11 @@ def rotate_and_write(
     HALF_PADDED: tl.constexpr,
     DV_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Do what ``rotate`` does, with keys written to place ``indexes[token]`` of blocks [places, Hkv, 2 * HALF], and
     values beside them. A program takes HEADS heads of a token; those of queries come first."""
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     q_parts: tl.constexpr = (H + HEADS - 1) // HEADS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...devices.overlap_kernel import begin
 from ...weights.fp8_rows_kernel import codes, scale_of
 
 
@@ -53,9 +54,11 @@ def rms_norm(
     N: tl.constexpr,
     PADDED: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Divide a row by the root of its mean square, round it to x's type and multiply it by ``weight``; one program per
     row. With QUANTIZE the result is also written in float8."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     inside = at < N
@@ -76,8 +79,10 @@ def add_rms_norm(
     N: tl.constexpr,
     PADDED: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Apply ``rms_norm`` to the rounded sum total = x + more."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     inside = at < N
@@ -100,11 +105,13 @@ def silu_gate(
     up_stride: tl.tensor,
     BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Compute silu(gate) * up by rows of ``size``, with silu(gate) rounded before the product, as torch does.
 
     Rows need not be contiguous: one matrix product leaves the rows of ``gate`` and ``up`` side by side. With QUANTIZE a
     block is a whole row, and the result is also written in float8."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...devices import triton_support
+from ...devices import overlap, triton_support
 from ...weights import fp8_inputs
 from ...weights.fp8 import Fp8Weight
 from . import residuals
@@ -86,7 +86,16 @@ def norm_forward(self: Any, hidden_states: Any) -> Any:
     padded = 1 << (size - 1).bit_length()
     made = fp8_inputs.buffers(self, out, Fp8Weight.few)
     kernels.rms_norm[(rows,)](
-        x, self.weight, out, made.q, made.scale, self.variance_epsilon, N=size, PADDED=padded, QUANTIZE=made.are_written
+        x,
+        self.weight,
+        out,
+        made.q,
+        made.scale,
+        self.variance_epsilon,
+        N=size,
+        PADDED=padded,
+        QUANTIZE=made.are_written,
+        **overlap.options(x.device),
     )
     return fp8_inputs.offer(self, out, made)
 
@@ -103,6 +112,7 @@ def gated_forward(self: Any, x: Any) -> Any:
     kernels.silu_gate[(rows, -(-size // block))](
         gate, up, out, made.q, made.scale, size, gate.stride(0), up.stride(0),
         BLOCK=block, QUANTIZE=made.are_written, num_warps=min(max(block // 1024, 4), 16),
+        **overlap.options(gate.device),
     )  # fmt: skip
     return self.down_proj(fp8_inputs.offer(self, out.view(*x.shape[:-1], size), made))
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...devices import overlap
 from ...weights import fp8_inputs
 from ...weights.fp8 import Fp8Weight
 
@@ -66,7 +67,7 @@ def add(x: torch.Tensor, more: torch.Tensor, norm: Any) -> torch.Tensor:
     made = fp8_inputs.buffers(norm, out, Fp8Weight.few)
     kernels.add_rms_norm[(x.numel() // size,)](
         x, more, weight, total, out, made.q, made.scale, norm.variance_epsilon,
-        N=size, PADDED=padded, QUANTIZE=made.are_written,
+        N=size, PADDED=padded, QUANTIZE=made.are_written, **overlap.options(x.device),
     )  # fmt: skip
     norm.__dict__[NORMED] = (total, fp8_inputs.offer(norm, out, made))
     return total

@@ -492,7 +492,7 @@ export interface NewKey {
   notes: string[];
 }
 
-/** The way in which a paged KV cache runs. - A block has `kv_block_size` tokens. - `attention`: decodes attend by "triton" or "torch" (`attention_reason`: why not by Triton). - `prefill`: chunks of prompts attend in one launch by torch's "varlen" operator or by "triton", or one after the other by "torch" (`prefill_reason`: why not by a kernel). - `cuda_graphs`: the sizes of decode steps that are recorded (`cuda_graphs_reason`: why none are). - `async_scheduling`: whether a step is launched before the tokens of the previous one are read (`async_scheduling_reason`: why not). */
+/** The way in which a paged KV cache runs. - A block has `kv_block_size` tokens. - `attention`: decodes attend by "triton" or "torch" (`attention_reason`: why not by Triton). - `prefill`: chunks of prompts attend in one launch by torch's "varlen" operator or by "triton", or one after the other by "torch" (`prefill_reason`: why not by a kernel). - `cuda_graphs`: the sizes of decode steps that are recorded (`cuda_graphs_reason`: why none are). - `async_scheduling`: whether a step is launched before the tokens of the previous one are read (`async_scheduling_reason`: why not). - `products`: for each shape of linears in floats, outputs x inputs, the numbers of rows that our kernels multiply faster than torch, with both times (`products_reason`: why torch multiplies all). - `early_launch`: whether kernels begin while the one before still runs (`early_launch_reason`: why not). */
 export interface PagedInfo {
   kv_block_size: number;
   attention: "triton" | "torch";
@@ -503,6 +503,10 @@ export interface PagedInfo {
   cuda_graphs_reason: string;
   async_scheduling: boolean;
   async_scheduling_reason: string;
+  products: string[];
+  products_reason: string;
+  early_launch: boolean;
+  early_launch_reason: string;
 }
 
 /** A request with its texts, as JSON. `codes` says why a text was left out; `sample` is the share that was logged. */

@@ -21,6 +21,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     from mlflow_llm.serving.engine.adapters import slots_kernel
     from mlflow_llm.serving.engine.attention import rotation_kernel
     from mlflow_llm.serving.engine.attention.paged import decode_kernel, prefill_kernel, wide_kernel, write_kernel
+    from mlflow_llm.serving.engine.devices import overlap_kernel
     from mlflow_llm.serving.engine.models.fused import experts_kernel
     from mlflow_llm.serving.engine.models.fused import kernels as fused_kernels
     from mlflow_llm.serving.engine.sampling import (
@@ -29,7 +30,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         greedy_kernel,
         top_logits_kernel,
     )
-    from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel, int4_kernel
+    from mlflow_llm.serving.engine.weights import few_rows_kernel, fp8_kernel, fp8_rows_kernel, int4_kernel
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -38,9 +39,12 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
     attention = (decode_kernel, prefill_kernel, write_kernel, rotation_kernel)
     modules = (*attention, device_sampling_kernel, greedy_kernel, fp8_kernel, fp8_rows_kernel, fused_kernels)
     modules += (experts_kernel, wide_kernel, slots_kernel, int4_kernel, adjustment_kernel, top_logits_kernel)
+    modules += (few_rows_kernel, overlap_kernel)
     kinds = (InterpretedFunction, JITFunction)
     functions = {name for one in modules for name, value in vars(one).items() if isinstance(value, kinds)}
     called = {
+        "begin",
+        "begin_with",
         "bits",
         "block_bits",
         "codes",

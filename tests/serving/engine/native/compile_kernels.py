@@ -16,13 +16,14 @@ from mlflow_llm.serving.engine.attention.paged import prefill_kernel as prefill
 from mlflow_llm.serving.engine.attention.paged import wide_kernel as wide_heads
 from mlflow_llm.serving.engine.attention.paged import write_kernel as write
 from mlflow_llm.serving.engine.attention.rotation import UNFUSED
+from mlflow_llm.serving.engine.devices import overlap_kernel as overlap
 from mlflow_llm.serving.engine.models.fused import experts_kernel as experts
 from mlflow_llm.serving.engine.models.fused import kernels as fused
 from mlflow_llm.serving.engine.sampling import adjustment_kernel as adjustment
 from mlflow_llm.serving.engine.sampling import device_sampling_kernel as race
 from mlflow_llm.serving.engine.sampling import greedy_kernel as greedy
 from mlflow_llm.serving.engine.sampling import top_logits_kernel as top
-from mlflow_llm.serving.engine.weights import fp8_kernel, fp8_rows_kernel, int4_kernel
+from mlflow_llm.serving.engine.weights import few_rows_kernel, fp8_kernel, fp8_rows_kernel, int4_kernel
 
 HALF, FLOAT, BYTE, INT, LONG = "*bf16", "*fp32", "*u8", "*i32", "*i64"
 
@@ -34,6 +35,8 @@ def build(kernel: Any, types: list[str], options: dict[str, Any] | None = None, 
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.asm["cubin"]
+    if constants.get("OVERLAP"):
+        assert "griddepcontrol.wait" in compiled.asm["ptx"]
     print(kernel.__name__)
     return compiled
 
@@ -41,9 +44,10 @@ def build(kernel: Any, types: list[str], options: dict[str, Any] | None = None, 
 heads = {"HKV": 8, "GROUP": 4, "D": 128, "DV": 128, "GROUP_PADDED": 16, "D_PADDED": 128, "DV_PADDED": 128}
 split = {"BLOCK_SIZE": 16, "SPLIT": 256, "TILE": decode.TILE, "HAS_SOFTCAP": True}
 arrays = [HALF, HALF, HALF, INT, INT, FLOAT, FLOAT, FLOAT]
-build(decode.decode_split, [*arrays, "fp32", "fp32", *["i32"] * 4], **heads, **split)
+build(decode.decode_split, [*arrays, "fp32", "fp32", *["i32"] * 4], **heads, **split, OVERLAP=True)
 arrays = [FLOAT, FLOAT, FLOAT, FLOAT, INT, HALF]
-build(decode.merge_splits, [*arrays, "i32", "i32"], H=32, DV=128, SPLIT=256, HAS_SINKS=True, DV_PADDED=128)
+heads_of = {"H": 32, "DV": 128, "SPLIT": 256, "DV_PADDED": 128}
+build(decode.merge_splits, [*arrays, "i32", "i32"], HAS_SINKS=True, OVERLAP=True, **heads_of)
 several = {"BLOCK_SIZE": 16, "ROWS": 128, "TILE": 64, "HAS_SOFTCAP": True, "HAS_SINKS": True}
 wide = {name: value for name, value in heads.items() if name != "GROUP_PADDED"}
 arrays = [HALF, HALF, HALF, INT, INT, INT, FLOAT, HALF]
@@ -58,31 +62,50 @@ build(race.race_limited, [FLOAT, LONG, LONG, FLOAT, "*fp64", LONG, "i32"], PADDE
 build(top.top_of_block, [HALF, FLOAT, LONG, FLOAT, "i32", "i32", "i32"], BLOCK=2048)
 build(top.total_of_row, [FLOAT, FLOAT, FLOAT, "i32", "i32"], PADDED=64)
 build(adjustment.penalize, [HALF, INT, LONG, FLOAT, FLOAT, "i32", "i32"], BLOCK=2048)
-build(greedy.largest_of_chunk, [HALF, FLOAT, INT, "i32", "i32"], BLOCK=4096)
-build(greedy.largest_of_row, [FLOAT, INT, LONG, "i32"], PADDED=32)
+build(greedy.largest_of_chunk, [HALF, FLOAT, INT, "i32", "i32"], BLOCK=4096, OVERLAP=True)
+build(greedy.largest_of_row, [FLOAT, INT, LONG, "i32"], PADDED=32, OVERLAP=True)
 turned = {"H": 32, "HKV": 8, "HALF": 64, "HALF_PADDED": 64, "HEADS": 8}
 rotations = [
     build(rotation.rotate, [HALF] * 6 + ["i32"] * 4, UNFUSED, **turned),
-    build(write.rotate_and_write, [HALF] * 8 + [LONG] + ["i32"] * 6, UNFUSED, DV=128, DV_PADDED=128, **turned),
+    build(
+        write.rotate_and_write,
+        [HALF] * 8 + [LONG] + ["i32"] * 6,
+        UNFUSED,
+        DV=128,
+        DV_PADDED=128,
+        OVERLAP=True,
+        **turned,
+    ),
 ]
 for compiled in rotations:  # a fused product and sum round once less than torch
     assert "mul.rn.bf16" in compiled.asm["ptx"]
     assert "fma" not in compiled.asm["ptx"]
 for quantize in (False, True):
-    rows = {"N": 3072, "PADDED": 4096, "QUANTIZE": quantize}
+    rows = {"N": 3072, "PADDED": 4096, "QUANTIZE": quantize, "OVERLAP": not quantize}
     build(fused.rms_norm, [HALF, HALF, HALF, BYTE, FLOAT, "fp32"], **rows)
     build(fused.add_rms_norm, [HALF, HALF, HALF, HALF, HALF, BYTE, FLOAT, "fp32"], **rows)
-    rows = {"BLOCK": 1 << 14 if quantize else 1024, "QUANTIZE": quantize}
+    rows = {"BLOCK": 1 << 14 if quantize else 1024, "QUANTIZE": quantize, "OVERLAP": not quantize}
     build(fused.silu_gate, [HALF, HALF, HALF, BYTE, FLOAT, "i32", "i32", "i32"], **rows)
 build(fp8_rows_kernel.quantize, [HALF, BYTE, FLOAT, "i32", "i32"], BLOCK=4096)
 each = {"HKV": 8, "D": 128, "DV": 128, "HKV_PADDED": 8, "D_PADDED": 128, "DV_PADDED": 128}
 build(write.write_kv, [HALF] * 4 + [LONG] + ["i32"] * 4, **each)
 for rows, split, way, floats in ((16, 1, "packed", HALF), (64, 4, "native", HALF), (32, 2, "shift", "*fp16")):
     several = {"SPLIT": split, "BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 128, "WHOLE_K": True, "DECODE": way}
+    several |= {"HAS_BIAS": True, "OVERLAP": split > 1}
     arrays = [floats, BYTE, FLOAT, FLOAT, floats, FLOAT, INT]
-    build(fp8_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **several)
-    several = {"BLOCK_N": 4, "BLOCK_K": 1024, "WHOLE_K": True, "DECODE": way}
-    build(fp8_kernel.multiply_row, [*arrays[:5], "i32", "i32"], HAS_BIAS=True, **several)
+    for tiles in (BYTE, "tensordesc<u8[64, 128]>"):
+        types = [*arrays[:2], tiles, *arrays[2:], "i32", "i32", "i32", "i32"]
+        build(fp8_kernel.multiply, types, IN_TILES=tiles != BYTE, **several)
+    several = {"BLOCK_N": 4, "BLOCK_K": 1024, "WHOLE_K": True, "DECODE": way, "OVERLAP": split > 1}
+    build(fp8_kernel.multiply_row, [*arrays[:5], "i32", "i32", "i32"], HAS_BIAS=True, **several)
+build(overlap.add_neighbours, [FLOAT, FLOAT], BLOCK=256, OVERLAP=True)
+for parts, tiles in ((True, HALF), (False, "tensordesc<bf16[64, 128]>")):
+    several = {"IN_PARTS": parts, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "IN_TILES": not parts}
+    several |= {"HAS_BIAS": True, "WHOLE_K": True, "OVERLAP": True}
+    arrays = [HALF, HALF, tiles, HALF, HALF, FLOAT, INT]
+    build(few_rows_kernel.multiply, [*arrays, *["i32"] * 5], **several)
+    several = {"HAS_BIAS": True, "BLOCK_N": 4, "BLOCK_K": 512, "WHOLE_K": parts, "OVERLAP": parts}
+    build(few_rows_kernel.multiply_row, [HALF, HALF, HALF, HALF, "i32", "i32", "i32"], **several)
 more = {"HAS_BIAS": True, "GATE": 2, "TOP": 8}
 for step in (experts.few_up, experts.grouped_up):
     sizes = {"BLOCK_N": 4, "BLOCK_K": 1024} if step is experts.few_up else {"BLOCK_N": 32, "BLOCK_K": 128}
