@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..devices.overlap_kernel import begin_with
 from .fp8_kernel import joined
 
 TO_BF16 = tl.constexpr("""{
@@ -48,7 +49,7 @@ def halves(bits: tl.tensor, zero: tl.tensor, dtype: tl.constexpr, PACKED: tl.con
     return low.to(dtype), high.to(dtype)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "fetched"])
 def multiply(
     x: tl.tensor,
     values: tl.tensor,
@@ -61,6 +62,7 @@ def multiply(
     M: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
+    fetched: tl.tensor,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -68,10 +70,12 @@ def multiply(
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ) -> None:
     """Multiply x [M, K] by weights [N, K], uint8 ``values`` [N, K / 2], → out [M, N]. M is at most BLOCK_M; a program
     takes BLOCK_N rows of weights, and with ``SPLIT`` one part of K. ``scale`` and uint8 ``zero`` are [K / GROUP, N].
-    CHUNK divides GROUP and K."""
+    CHUNK divides GROUP and K. ``fetched`` is how many bytes of each row a program fetches before it waits
+    (``overlap_kernel.py``)."""
     block, part = tl.program_id(0), tl.program_id(1)
     HALF: tl.constexpr = CHUNK // 2
     row = tl.arange(0, BLOCK_M)
@@ -79,6 +83,10 @@ def multiply(
     at = tl.arange(0, HALF)
     chunks = K // CHUNK
     each = tl.cdiv(chunks, SPLIT)
+    first = part * each * HALF
+    share = tl.minimum(tl.minimum(each * HALF, K // 2 - first), fetched)
+    block_values = values + block.to(tl.int64) * BLOCK_N * (K // 2)
+    begin_with(block_values + first, K // 2, tl.minimum(BLOCK_N, N - block * BLOCK_N), share, OVERLAP)
     from_values = values + column[:, None].to(tl.int64) * (K // 2) + at[None, :]
     from_x = x + row[None, :] * K + at[:, None]
     is_column, is_row = (column < N)[:, None], (row < M)[None, :]

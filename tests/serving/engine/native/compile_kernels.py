@@ -130,8 +130,16 @@ build(adapters.shrink, [*arrays, "i32", "i32", "i32"], SPLIT_K=1024, BLOCK_K=256
 arrays = [FLOAT, INT, LONG, INT, FLOAT, INT, HALF]
 build(adapters.expand, [*arrays, "i32", "i32", "i32", "i32"], BLOCK_N=256, **sizes)
 for rows, split, way in ((16, 4, True), (64, 1, False)):
-    several = {"SPLIT": split, "BLOCK_M": rows, "BLOCK_N": 64, "CHUNK": 128, "GROUP": 128, "PACKED": way}
+    several = {
+        "SPLIT": split,
+        "BLOCK_M": rows,
+        "BLOCK_N": 64,
+        "CHUNK": 128,
+        "GROUP": 128,
+        "PACKED": way,
+        "OVERLAP": way,
+    }
     arrays = [HALF, BYTE, "*fp16", BYTE, FLOAT, HALF, FLOAT, INT]
-    build(int4_kernel.multiply, [*arrays, "i32", "i32", "i32"], HAS_BIAS=True, **several)
+    build(int4_kernel.multiply, [*arrays, "i32", "i32", "i32", "i32"], HAS_BIAS=True, **several)
 several = {"BLOCK_N": 64, "CHUNK": 128, "GROUP": 128}
 build(int4_kernel.dequantize, [BYTE, "*fp16", BYTE, HALF, "i32", "i32"], **several)
