@@ -120,6 +120,18 @@ def test_torchs_product_is_kept_where_ours_gains_nothing(monkeypatch: pytest.Mon
     assert not any(choice.by_count())
 
 
+@pytest.mark.skipif(not CUDA, reason="needs a device")
+@torch.inference_mode()
+def test_products_are_timed_on_a_device() -> None:
+    """Recorded products take some time, and forms that are chosen take less than torch."""
+    choice = few_rows.choose([PlainWeight(random(512, 2048, dtype=torch.bfloat16), None) for _ in range(3)], 32)
+    assert sorted(choice.forms) == [1, 2, 4, 8, 16, 32]
+    assert all(min(both) > 0 for both in choice.times.values())
+    for count, form in choice.forms.items():
+        torchs, ours = choice.times[count]
+        assert (form is not None) == (ours <= few_rows.GAIN * torchs)
+
+
 @pytest.mark.usefixtures("_kernels")
 @torch.inference_mode()
 def test_a_model_gives_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,6 +142,11 @@ def test_a_model_gives_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     model = make_model(FAMILIES["llama"]()).to(DEVICE)
     used: list[int] = []
     own = few_rows.multiply
+
+    def noted(x: torch.Tensor, *more: Any) -> torch.Tensor:
+        used.append(len(x))
+        return own(x, *more)
+
     linears = linear.install(model, ContextHolder(), SETTINGS)
     ids = {count: torch.arange(3, 3 + count, device=DEVICE)[None] for count in (1, 3, 9)}
     wanted = {count: model(one).logits for count, one in ids.items()}
@@ -139,7 +156,7 @@ def test_a_model_gives_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert all(isinstance(group.packed, FewRowsWeight) for group in groups)
     assert report.reason == ""
     assert all(line in caplog.text and "1 (1.0 µs instead of 2.0)" in line for line in report.lines)
-    monkeypatch.setattr(few_rows, "multiply", lambda x, *more: (used.append(len(x)), own(x, *more))[1])
+    monkeypatch.setattr(few_rows, "multiply", noted)
     for count, one in ids.items():
         torch.testing.assert_close(model(one).logits, wanted[count], rtol=1e-4, atol=1e-4)
     assert used == [1] * 9 + [3] * 9
