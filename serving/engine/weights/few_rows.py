@@ -41,16 +41,17 @@ GAIN = 0.98  # of torch's time, which ours must not exceed to be chosen
 @dataclass(frozen=True, slots=True)
 class Form:
     """A way in which a kernel divides a product. ``programs``: at least so many, if K is long enough; 0 for the kernel
-    of one row, which does not split K."""
+    of one row, which does not split K. ``tiles``: weights come in blocks, by Hopper's tensor memory accelerator."""
 
     block_n: int
     block_k: int
     warps: int
     stages: int = 1
     programs: int = 0
-    tiles: bool = False
+    tiles: bool = False  # then block_k must divide K
 
     def fits(self, rows: int, K: int) -> bool:
+        """Return whether a product of ``rows`` rows of K numbers can be divided so."""
         return (self.programs > 0 or rows == 1) and not (self.tiles and K % self.block_k)
 
     def split(self, N: int, K: int) -> int:
@@ -61,7 +62,8 @@ class Form:
         return split
 
 
-FORMS = (Form(4, 512, 2), Form(8, 512, 2), Form(64, 128, 4, 5, 264), Form(64, 128, 4, 4, 396))
+# Two for one row, and one for any number: each is compiled at load, which takes about as long as timing them
+FORMS = (Form(4, 512, 2), Form(8, 512, 2), Form(64, 128, 4, 5, 264, tiles=True))
 
 
 class FewRowsWeight(PlainWeight):
@@ -158,26 +160,29 @@ def install(linears: LinearSet, settings: EngineSettings, device: Any, dtype: to
     kernels compute those that they compute faster."""
     if settings.batch_invariant:  # the same bits after a restart, which may measure otherwise
         return Report(reason="with batch_invariant nothing is chosen by its time")
-    if reason := why_not_timed(device, dtype) or why_not(device, dtype):
+    if reason := why_not_timed(device, dtype):
+        return Report(reason=reason)
+    forms, reason = usable_forms(device, dtype)
+    if not forms:
         return Report(reason=reason)
     began, lines = time.monotonic(), []
     try:
         for groups in _by_shape(linears).values():
-            choice = choose([weight for _, weight in groups], settings.max_num_seqs)
+            choice = choose([weight for _, weight in groups], settings.max_num_seqs, forms)
             lines.append(choice.text)
             if any(choice.forms.values()):
                 for group, weight in groups:
                     group.packed = FewRowsWeight(weight.weight, weight.bias, choice.by_count())
     except Exception as error:  # from Triton's compiler, the driver, or a recording
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        logger.warning("products of few rows were not all timed, so torch computes those left: %s", reason)
-        return Report(tuple(lines), reason)
+        failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        logger.warning("products of few rows were not all timed, so torch computes those left: %s", failed)
+        return Report(tuple(lines), failed)
     logger.info(
         "products of few rows were timed in %.1f s; of outputs x inputs, our kernels compute these numbers of rows: %s",
         time.monotonic() - began,
         "; ".join(lines) or "none",
     )
-    return Report(tuple(lines))
+    return Report(tuple(lines), reason)
 
 
 def _by_shape(linears: LinearSet) -> dict[tuple[Any, ...], list[tuple[LinearGroup, PlainWeight]]]:
@@ -196,14 +201,16 @@ def choose(weights: Sequence[PlainWeight], max_rows: int, forms: Sequence[Form] 
     (N, K), some = like.shape, _cold(weights)
     counts = [count for count in (1, 2, 4, 8, 16, MAX_ROWS) if count < 2 * max_rows]
     chosen: dict[int, Form | None] = {}
-    times = {}
+    times: dict[int, tuple[float, float]] = {}
     for count in counts:
         x = torch.randn(count, K, dtype=like.dtype, device=like.device)
         known = timed([partial(weight.matmul, x) for weight in some])
         own = {form: timed([_product(x, one, form) for one in some]) for form in forms if form.fits(count, K)}
-        best = min(own, key=own.__getitem__)
-        chosen[count] = best if own[best] <= GAIN * known else None
-        times[count] = known, own[best]
+        chosen[count] = None
+        if own:
+            best = min(own, key=own.__getitem__)
+            chosen[count] = best if own[best] <= GAIN * known else None
+            times[count] = known, own[best]
     return Choice(N, K, chosen, times)
 
 
@@ -247,25 +254,28 @@ def why_not_timed(device: Any, dtype: torch.dtype) -> str:
 
 
 @cache
-def why_not(device: Any, dtype: torch.dtype) -> str:
-    """Return why torch computes all products of few rows; empty if our kernels may."""
+def usable_forms(device: Any, dtype: torch.dtype) -> tuple[tuple[Form, ...], str]:
+    """Return the forms whose example agrees with torch's product, and why others do not."""
     if reason := triton_support.why_disabled(device):
-        return reason
-    make = torch.Generator().manual_seed(0)
+        return (), reason
+    reasons = {form: _why_not(form, device, dtype) for form in FORMS}
+    for reason in set(filter(None, reasons.values())):
+        logger.warning("a kernel of few rows is not used: %s", reason)
+    return tuple(form for form, reason in reasons.items() if not reason), next(filter(None, reasons.values()), "")
 
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=make).to(device, dtype)
 
-    weight = random(*EXAMPLE)
-    for form in FORMS:
-        for x in [random(rows, EXAMPLE[1]) for rows in (1, 3, MAX_ROWS) if form.fits(rows, EXAMPLE[1])]:
-            reason = triton_support.why_wrong(
+def _why_not(form: Form, device: Any, dtype: torch.dtype) -> str:
+    make, (N, K) = torch.Generator().manual_seed(0), EXAMPLE
+    weight = torch.randn(N, K, generator=make).to(device, dtype)
+    for rows in (1, 3, MAX_ROWS):
+        x = torch.randn(rows, K, generator=make).to(device, dtype)
+        if form.fits(rows, K) and (
+            reason := triton_support.why_wrong(
                 partial(multiply, x, weight, None, form, counters(weight, form.block_n)),
                 partial(F.linear, x.float(), weight.float()),
                 TOLERANCE.get(dtype, 0.01),
                 "the product of few rows",
             )
-            if reason:
-                logger.warning("torch computes all products of few rows: %s", reason)
-                return reason
+        ):
+            return reason
     return ""

@@ -32,9 +32,9 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(triton_support, "enabled", lambda device: True)
     monkeypatch.setattr(few_rows, "why_not_timed", lambda device, dtype: "")
     monkeypatch.setattr(few_rows, "DTYPES", (torch.float32,))
-    few_rows.why_not.cache_clear()
+    few_rows.usable_forms.cache_clear()
     yield
-    few_rows.why_not.cache_clear()
+    few_rows.usable_forms.cache_clear()
 
 
 def random(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -137,7 +137,8 @@ def test_products_are_timed_on_a_device() -> None:
 def test_a_model_gives_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """All linears of a model, the head included, are multiplied by our kernels where they are faster, in few rows."""
     caplog.set_level("INFO")
-    timing(monkeypatch, lambda form, rows: form is FORMS[0] or rows == 4)
+    monkeypatch.setattr(few_rows, "FORMS", tuple(WHOLE.values()))
+    timing(monkeypatch, lambda form, rows: form is WHOLE["a row"] or rows == 4)
     monkeypatch.setattr(linear, "pack_float", PlainWeight)
     model = make_model(FAMILIES["llama"]()).to(DEVICE)
     used: list[int] = []
@@ -164,9 +165,22 @@ def test_a_model_gives_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
 @pytest.mark.usefixtures("_kernels")
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a form's example differs from torch's product, nothing is timed and the reason is reported."""
-    own = few_rows.multiply
-    monkeypatch.setattr(few_rows, "multiply", lambda *given: own(*given).flip(0))
+    """A form whose example differs from torch's product is not timed, and the reason is reported."""
+    own, right = few_rows.multiply, list(FORMS)
+
+    def wrong(x: Any, weight: Any, bias: Any, form: Form, counters: Any) -> torch.Tensor:
+        y = own(x, weight, bias, form, counters)
+        return y if form in right else y.flip(1)
+
+    monkeypatch.setattr(few_rows, "multiply", wrong)
+    for form in (None, *FORMS):
+        right = [one for one in FORMS if one is form]
+        few_rows.usable_forms.cache_clear()
+        usable, reason = few_rows.usable_forms(DEVICE, torch.float32)
+        assert list(usable) == right
+        assert "the product of few rows differs from the reference by" in reason
+    right = []
+    few_rows.usable_forms.cache_clear()
     asked = timing(monkeypatch, lambda form, rows: True)
     report = few_rows.install(linear.LinearSet(), SETTINGS, DEVICE, torch.float32)
     assert "the product of few rows differs from the reference by" in report.reason
