@@ -35,6 +35,7 @@ FEW_ROWS = 32  # above, products in float8 are faster, on an H100 by 40 % at 64 
 WIDTH_MULTIPLE = 16  # widths must be multiples of this for torch._scaled_mm on CUDA
 CAPABILITY = (8, 9)  # Ada, the first with products in float8
 BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 64, 128, 4, 4  # of the kernel
+TILE_STAGES = 5  # with tensor descriptors, which are faster by 8 % on an H100
 ROW_BLOCK_N, ROW_BLOCK_K, ROW_WARPS = 4, 1024, 2  # of the kernel for one row: the fastest of four on an H100
 FETCHED = 1024  # values of a row that a program fetches before it waits for the kernel before
 MIN_STEPS = 4  # of a program: fewer would not hide the first loads
@@ -111,12 +112,17 @@ def multiply(
     scale: torch.Tensor,
     bias: torch.Tensor | None,
     finished: torch.Tensor | None = None,
+    *,
+    in_tiles: bool | None = None,
 ) -> torch.Tensor:
     """Multiply x [T, K], of at most ``FEW_ROWS`` rows, by values [N, K] → [T, N] with the kernels: that for one row, or
     that for more, whose last bits are others.
 
     ``finished`` are counters of the kernel, at least as many as ``num_blocks`` and zeros, as it also leaves them; None
-    makes some. Products that may run at the same time must not share them."""
+    makes some. Products that may run at the same time must not share them. ``in_tiles``: whether weights are read by
+    tensor descriptors; None if the device reads them so."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     from . import fp8_kernel as kernel
 
     (rows, K), N = x.shape, len(values)
@@ -129,11 +135,14 @@ def multiply(
     if finished is None:
         finished = torch.zeros(blocks, dtype=torch.int32, device=x.device)
     codes, known_bias = values.view(torch.uint8), scale if bias is None else bias
+    if in_tiles is None:
+        in_tiles = K % BLOCK_K == 0 and overlap.fetched(values, 1) > 0 and not why_not_tiles(x.device, x.dtype)
+    tiles = TensorDescriptor.from_tensor(codes, [BLOCK_N, BLOCK_K]) if in_tiles else codes
     kernel.multiply[(blocks, split)](
-        x.contiguous(), codes, codes, scale, known_bias, out, partial, finished, rows, N, K,
+        x.contiguous(), codes, tiles, scale, known_bias, out, partial, finished, rows, N, K,
         overlap.fetched(values, FETCHED), HAS_BIAS=bias is not None, SPLIT=split, BLOCK_M=block_m, BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K, WHOLE_K=K % BLOCK_K == 0, DECODE=decoding(x.device, x.dtype), IN_TILES=False,
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES, **overlap.options(x.device),
+        BLOCK_K=BLOCK_K, WHOLE_K=K % BLOCK_K == 0, DECODE=decoding(x.device, x.dtype), IN_TILES=in_tiles,
+        num_warps=NUM_WARPS, num_stages=TILE_STAGES if in_tiles else NUM_STAGES, **overlap.options(x.device),
     )  # fmt: skip
     return out
 
@@ -248,6 +257,28 @@ def reason(settings: EngineSettings, device: Any, dtype: torch.dtype) -> str:
 def why_not_kernel(device: Any, dtype: torch.dtype) -> str:
     """Return why the kernel does not run; empty if it does."""
     return triton_support.why_disabled(device) or _differs(multiply, device, dtype, (1, 3, FEW_ROWS))
+
+
+@cache
+def why_not_tiles(device: Any, dtype: torch.dtype) -> str:
+    """Return why weights are not read by tensor descriptors; empty if they are."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < overlap.CAPABILITY:
+        return "the device has no tensor memory accelerator"
+    make = torch.Generator().manual_seed(0)
+    values, scale = quantize_rows(torch.randn(112, 2048, generator=make).to(device))
+    for rows in (3, FEW_ROWS):
+        x = torch.randn(rows, 2048, generator=make).to(device, dtype)
+        read = partial(multiply, x, values, scale.flatten(), None)
+        reason = triton_support.why_wrong(
+            partial(read, in_tiles=True),
+            partial(read, in_tiles=False),
+            TOLERANCE.get(dtype, 0.02),
+            "reading by tensor descriptors",
+        )
+        if reason:
+            logger.warning("fp8: %s", reason)
+            return reason
+    return ""
 
 
 @cache

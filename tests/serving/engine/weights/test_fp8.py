@@ -93,6 +93,17 @@ def test_sums_of_parts_are_added_in_order() -> None:
         assert not finished.any()
 
 
+@pytest.mark.parametrize("rows", [2, 17])
+def test_tensor_descriptors_read_the_same(rows: int) -> None:
+    """Weights that come in tiles give the same bits, with rows that fill no tile; on CPU they are read as usual."""
+    values, scale = weights(100, 2048)
+    x = torch.randn(rows, 2048, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    found = fp8.multiply(x, values, scale, None, in_tiles=True)
+    assert torch.equal(found, fp8.multiply(x, values, scale, None, in_tiles=False))
+    if not CUDA:
+        assert fp8.why_not_tiles(DEVICE, torch.float32) == "the device has no tensor memory accelerator"
+
+
 def test_the_kernel_reads_rows_that_lie_apart() -> None:
     """Strided rows, parts of wider ones as siblings have them, are read in place."""
     values, scale = weights(48, 32)
