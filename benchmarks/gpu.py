@@ -7,7 +7,8 @@ A Llama of random weights is made, or found in ``--weights``. Prompts of random 
 generates, greedy and without an end. The floor is the time in which the device reads all weights once a step and each
 sequence's keys and values, at the speed at which it copies a large tensor. Each contender runs in a process of its own;
 ours also with no step launched before the last one's tokens are read, and with weights in fp8. What time cuts is named.
-Results are a table, and JSON beside it.
+Results are a table, and JSON beside it. Each is shown and written as soon as it comes, and SIGTERM and SIGINT end the
+run with the table of what there is.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import shlex
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from gpu_parts import inputs, table
+from gpu_parts import inputs, suite
 from gpu_parts.plan import FOLDERS, PARTS, Contender, Plan, Record
-from gpu_parts.processes import Beside, Runner, in_a_process, serve_records
-from report import shown, versions, write
+from gpu_parts.processes import Beside, Runner, Stop, in_a_process, serve_records
+from gpu_parts.results import Results
+from report import shown, versions
 
 CONTENDERS = {  # imported where they run: most of them import torch
     "inputs": "inputs:make",
@@ -42,42 +45,48 @@ CONTENDERS = {  # imported where they run: most of them import torch
     "compiled": "peers:compiled",
 }
 SIDE_BY_SIDE = 3  # processes of the families
-CHECKS = 160.0  # seconds of the tests and the families, which run side by side
 TINY: dict[str, Any] = {"sequences": (1, 3), "prefills": ((1, 24), (2, 60)), "batch": 8, "prompt": 16, "new": 12,
                         "rounds": 1}  # fmt: skip
 
 
 class Run:
-    """A run within its time: each part gets what is left, up to its own limit."""
+    """A run within its time: each part gets what is left, up to its own limit, and nothing after ``stop``."""
 
-    def __init__(self, plan: Plan, run: Runner, seconds: float) -> None:
-        self._plan, self._run, self._ends = plan, run, time.monotonic() + seconds
-        self.records: list[Record] = []
+    def __init__(self, plan: Plan, run: Runner, results: Results, stop: Stop, seconds: float) -> None:
+        self._plan, self._run, self._results, self._stop = plan, run, results, stop
+        self._ends = time.monotonic() + seconds
 
     @property
     def _left(self) -> float:
         return self._ends - time.monotonic()
 
     def take(self, name: str, plan: Plan | None = None, seconds: float = 600.0) -> list[Record]:
-        if self._left < 1:
-            found: list[Record] = [{"part": name, "cut": "no time was left"}]
-        else:
-            found = self._run(name, plan or self._plan, min(seconds, self._left))
-        self.records += found
+        cut = f"ended by {self._stop.signal}" if self._stop.signal else "no time was left" if self._left < 1 else ""
+        records = [{"part": name, "cut": cut}] if cut else self._run(name, plan or self._plan, min(seconds, self._left))
+        found = []
+        for record in records:
+            self._results.add(record)
+            found.append(record)
+        self._results.say()
         return found
 
-    def checks(self) -> None:
-        """Run the tests and the families side by side, and make the weights meanwhile."""
-        plan, beside = self._plan, Beside(self._run)
-        seconds = min(CHECKS, self._left)
+    def checks(self, seconds: float) -> None:
+        """Run the tests and the families side by side, and make the weights: meanwhile if there are CPUs for all."""
+        plan, beside = self._plan, Beside(self.take)
+        checked = {*plan.parts} & {"tests", "families"}
+        wants_inputs = {*plan.parts} != checked
+        is_alone = (os.cpu_count() or 1) < 2 * (suite.PROCESSES + SIDE_BY_SIDE) or not checked
+        if wants_inputs and is_alone:
+            self.take("inputs")
+        seconds = min(seconds, self._left)
         if "tests" in plan.parts:
             beside.start("tests", plan.but(limit=max(seconds - 20, 1)), seconds)
         if "families" in plan.parts:
             for share in range(SIDE_BY_SIDE):
                 beside.start("families", plan.but(share=(share, SIDE_BY_SIDE)), seconds)
-        if {*plan.parts} - {"tests", "families"}:
+        if wants_inputs and not is_alone:
             self.take("inputs")
-        self.records += beside.records()
+        beside.join()
 
     def measure(self) -> None:
         """Run each contender alone."""
@@ -111,12 +120,13 @@ def installed(name: str) -> bool:
     return find_spec(name) is not None
 
 
-def machine(device: str) -> dict[str, Any]:
-    """Return the device and the versions of what runs on it."""
-    import torch
+def machine(device: str = "") -> dict[str, Any]:
+    """Return the versions of what runs, and the name of ``device`` if it is given, which takes some of its memory."""
+    found: dict[str, Any] = {"processors": os.cpu_count()}
+    if device:
+        import torch
 
-    found: dict[str, Any] = {"device": "CPU" if device == "cpu" else torch.cuda.get_device_name(device)}
-    found["processors"] = os.cpu_count()
+        found["device"] = "CPU" if device == "cpu" else torch.cuda.get_device_name(device)
     return found | versions("torch", "triton", "transformers", "huggingface_hub", "peft", "llguidance", "vllm")
 
 
@@ -136,6 +146,7 @@ def read(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", default=(), help="some of them, by name")
     parser.add_argument("--tests", nargs="+", default=FOLDERS, help="files or folders of tests")
     parser.add_argument("--seconds", type=float, default=345, help="for all parts")
+    parser.add_argument("--checks", type=float, default=160, help="seconds of the tests and the families together")
     parser.add_argument("--json", type=Path, help="default: gpu-SIZE.json in $OUT, or in benchmarks/results")
     parser.add_argument("--run", choices=("weights", *CONTENDERS), help=argparse.SUPPRESS)
     parser.add_argument("--plan", help=argparse.SUPPRESS)
@@ -160,7 +171,7 @@ def plan_of(args: argparse.Namespace, folder: str) -> Plan:
     )  # fmt: skip
 
 
-def main(arguments: list[str] | None = None, run: Runner = in_a_process) -> int:
+def main(arguments: list[str] | None = None, run: Runner | None = None) -> int:
     args = read(arguments)
     if args.run == "weights":
         inputs.make_weights(args.size, args.device, args.model)
@@ -169,35 +180,19 @@ def main(arguments: list[str] | None = None, run: Runner = in_a_process) -> int:
         serve_records(contender(args.run), msgspec.json.decode(args.plan, type=Plan))
         return 0
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mlflow-llm-gpu-") as own:
-        plan = plan_of(args, str(args.weights.absolute() if args.weights else own))
-        done = Run(plan, run, args.seconds)
-        done.checks()
-        done.measure()
-        config = inputs.config_in(plan)
-    records = done.records
-    seconds = time.monotonic() - began
-    logs = [record.pop("log") for record in records if "log" in record]
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    for log in logs:
-        args.json.with_suffix(".tests.txt").write_text(log)
     command = "bash benchmarks/gpu.sh " + shlex.join(shown(arguments if arguments is not None else sys.argv[1:]))
-    found = {"command": command.strip(), "machine": machine(args.device), "seconds": round(seconds), "records": records}
-    write(args.json, found)
-    print(heading(plan, records))
-    print(table.Table(plan, config, records).text())
-    print("\n".join(table.notes(records)))
-    print(table.kernels(records))
-    print(f"{seconds:.0f} s; {args.json.name}")
-    return int(any(failed(record) for record in records))
-
-
-def heading(plan: Plan, records: list[Record]) -> str:
-    device: Record = next((record for record in records if record["part"] == "device"), {})
-    speeds = ""
-    if device:
-        speeds = f", copies at {device['copies'] / 1e9:,.0f} GB/s, products at {device['matrix'] / 1e12:,.1f} TFLOP/s"
-    return f"Llama {plan.size}, prompts of {plan.prompt} tokens, {plan.new} new{speeds}"
+    with Stop() as stop, tempfile.TemporaryDirectory(prefix="mlflow-llm-gpu-") as own:
+        plan = plan_of(args, str(args.weights.absolute() if args.weights else own))
+        results = Results(plan, args.json, {"command": command.strip(), "machine": machine()})
+        done = Run(plan, run or partial(in_a_process, stop=stop), results, stop, args.seconds)
+        done.checks(args.checks)
+        done.measure()
+        seconds = time.monotonic() - began
+        print(f"\n{results.text()}\n{seconds:.0f} s; {args.json.name}", flush=True)
+        results.write(seconds=round(seconds))
+        if not stop.signal:
+            results.write(machine=machine(args.device))
+    return stop.status or int(any(failed(record) for record in results.records))
 
 
 def failed(record: Record) -> bool:

@@ -39,4 +39,14 @@ compiler=$(command -v gcc || command -v cc || command -v clang) || true
 echo "C compiler, which Triton needs: ${compiler:-missing}"
 
 echo
-"$python" benchmarks/gpu.py --seconds $((350 - SECONDS)) ${arguments[@]+"${arguments[@]}"}
+# A signal that ends this script ends the run, which then shows what it has: bash waits for it.
+"$python" benchmarks/gpu.py --seconds $((350 - SECONDS)) ${arguments[@]+"${arguments[@]}"} &
+run=$!
+trap 'kill -TERM "$run" 2>/dev/null' TERM INT
+wait "$run"
+status=$?
+while kill -0 "$run" 2>/dev/null; do
+  wait "$run"
+  status=$?
+done
+exit "$status"

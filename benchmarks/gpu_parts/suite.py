@@ -19,6 +19,7 @@ PROCESSES = 4  # on a device, where most of a test is the start of an engine
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed)\b")
 SECONDS = re.compile(r" in \d+\.\d+s\b")
 SUMMARY = 20.0  # seconds in which an interrupted pytest says what it found
+HURRIED = 8.0  # the same, if this process is ended: less than it has until it is killed
 NAMED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
 
 
@@ -33,22 +34,28 @@ def command(plan: Plan) -> list[str]:
 
 
 def run(plan: Plan) -> Iterator[Record]:
-    """Yield what pytest counted. Tests that take longer than the plan's limit are interrupted, and counted so far."""
+    """Yield what pytest counted. Tests that take longer than the plan's limit, or than this process may run, are
+    interrupted, and counted so far."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command(plan), cwd=ROOT, stdout=log, stderr=log)
+        cut, summary = "", SUMMARY
         try:
-            late = not ended(process, plan.limit)
-            if late:
+            try:
+                if not ended(process, plan.limit):
+                    cut = f"not done in {plan.limit:.0f} s"
+            except SystemExit:  # by a signal
+                cut, summary = "this process was ended", HURRIED
+            if cut:
                 process.send_signal(signal.SIGINT)
-                ended(process, SUMMARY)
+                ended(process, summary)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
         log.seek(0)
         said = log.read()
-    cut = {"cut": f"not done in {plan.limit:.0f} s"} if late else {}
-    yield {"part": "tests", "status": process.returncode, **read(said), **cut, "log": said[-200_000:]}
+    told = {"cut": cut} if cut else {}
+    yield {"part": "tests", "status": process.returncode, **read(said), **told, "log": said[-200_000:]}
 
 
 def ended(process: subprocess.Popen[bytes], seconds: float) -> bool:

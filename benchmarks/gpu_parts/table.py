@@ -99,7 +99,11 @@ class Table:
 
     def text(self) -> str:
         lines = [f"| {' | '.join(HEADS)} |", "|---|---|---:|---:|---|"]
-        return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in self.rows())])
+        return "\n".join([*lines, *map(line, self.rows())])
+
+
+def line(row: Row) -> str:
+    return f"| {' | '.join(row)} |"
 
 
 def row(part: str, what: str, rate: float, seconds: float, beside: str) -> Row:

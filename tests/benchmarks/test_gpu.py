@@ -6,10 +6,12 @@ import http.server
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -245,6 +247,78 @@ def test_a_run_cut_by_time(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "- ours: cut: not done in 0 s" in told
     assert gpu.main([*asked, "--seconds", "0"], run) == 0
     assert [record["cut"] for record in json.loads(file.read_text())["records"]] == ["no time was left"] * 4
+
+
+def test_records_are_written_and_shown_as_they_come(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While a contender runs, the file, the log of tests and the output have what it said so far."""
+    file = tmp_path / "found.json"
+
+    def run(name: str, plan: Plan, seconds: float) -> Iterator[Record]:
+        if name == "ours":
+            yield {"part": "decode", "by": "ours", "count": 1, "seconds": 0.5}
+            assert json.loads(file.read_text())["records"][-1]["seconds"] == 0.5
+            assert "| decode | 1 | 2 | 500.0 |" in capsys.readouterr().out
+            yield {"part": "tests", "counts": {"passed": 7}, "log": "seven dots"}
+            assert file.with_suffix(".tests.txt").read_text() == "seven dots"
+            assert "| tests | 7 passed |" in capsys.readouterr().out
+            yield {"part": "features", "feature": "min_p", "count": 1, "error": "no memory"}
+            assert capsys.readouterr().out == "- features, min_p: no memory\n"
+
+    asked = ["decode", "--size", "tiny", "--device", "cpu", "--weights", str(folder), "--json", str(file)]
+    assert gpu.main(asked, run) == 1
+    assert capsys.readouterr().out.count("| decode | 1 | 2 | 500.0 |") == 1
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_signal_ends_the_script_with_what_there_is(folder: Path, tmp_path: Path) -> None:
+    """SIGTERM to the script ends the parts that run: the table and the JSON have what was found until then."""
+    ready, out = tmp_path / "ready", tmp_path / "out"
+    os.mkfifo(ready)
+    lines = ("import threading", "def test_right(): pass", "def test_endless():")
+    waits = (f"    open({str(ready)!r}, 'w').close()", "    threading.Event().wait()")
+    (tmp_path / "test_some.py").write_text("\n".join((*lines, *waits)))
+    command = ["bash", str(SCRIPT), "tests", "http", "--size", "tiny", "--device", "cpu", "--weights", str(folder)]
+    command += ["--tests", str(tmp_path / "test_some.py")]
+    environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable}
+    with out.open("w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
+        ready.read_text()  # until the endless test runs
+        process.terminate()
+        assert process.wait(600) == 128 + signal.SIGTERM, out.read_text()
+    assert "- tests: cut: ended by SIGTERM" in out.read_text()
+    assert "- http: cut: ended by SIGTERM" in out.read_text()
+    found = json.loads((tmp_path / "gpu-tiny.json").read_text())
+    (counted,) = [record for record in found["records"] if "counts" in record]
+    assert counted["counts"] == {"passed": 1}
+    assert "KeyboardInterrupt" in (tmp_path / "gpu-tiny.tests.txt").read_text()
+
+
+@pytest.mark.parametrize("cpus", [2, 64])
+def test_weights_are_made_beside_the_checks_if_there_are_cpus(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: int
+) -> None:
+    """With few CPUs weights are made before the tests and families, otherwise meanwhile; both have ``--checks``."""
+    monkeypatch.setattr(gpu.os, "cpu_count", lambda: cpus)
+    tests, made, limits = threading.Event(), threading.Event(), []
+
+    def run(name: str, plan: Plan, seconds: float) -> list[Record]:
+        if name == "inputs":
+            assert cpus == 2 or tests.wait(60)
+            made.set()
+        if name == "tests":
+            assert cpus == 64 or made.is_set()
+            limits.append((plan.limit, seconds))
+            tests.set()
+        return [{"part": name}]
+
+    file = tmp_path / "found.json"
+    asked = ["tests", "families", "decode", "--size", "tiny", "--device", "cpu", "--weights", str(folder)]
+    assert gpu.main([*asked, "--json", str(file), "--checks", "50"], run) == 0
+    assert limits == [(30, 50)]
+    parts = {record["part"] for record in json.loads(file.read_text())["records"]}
+    assert parts == {"inputs", "tests", "families", "ours", "fp8"}
 
 
 def test_weights_alone(tmp_path: Path) -> None:
