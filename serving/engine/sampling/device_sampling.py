@@ -18,9 +18,10 @@ from ..devices.transfers import constant, upload_values
 from .top_logits import MAX_COUNT, top_logits
 
 BLOCK = 1024  # tokens that one program compares
-TILE = 4096  # tokens that a program searching a row compares at a time
+SEARCHED = 4096  # tokens of a program that searches for the end of a nucleus
+TILE = 1024  # of these at a time
 RANGE = 40.0  # less probable tokens than exp(-RANGE) times the likeliest are in no nucleus
-DIGITS = 8  # of the place where a nucleus ends, to RANGE / 8 ** DIGITS
+PARTS, DIGITS = 8, 8  # of the place where a nucleus ends, to RANGE / PARTS ** DIGITS
 
 
 refused: dict[Any, str] = {}
@@ -69,11 +70,7 @@ def race(logits: Any, best: Any, parameters: Sequence[Sampling], seeds: Sequence
     assert logits.stride(1) == 1
     scales = constant(tuple(1.0 / p.temperature for p in parameters), torch.float32, device)
     limits = tuple((p.top_p, -math.log(p.min_p) if p.min_p else math.inf, p.typical_p) for p in parameters)
-    floors, ceilings = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-    kernel.bounds[(rows,)](
-        logits, best.float(), scales, constant(limits, torch.float32, device), floors, ceilings, logits.stride(0), size,
-        TILE=TILE, RANGE=RANGE, DIGITS=DIGITS, num_warps=16,
-    )  # fmt: skip
+    floors, ceilings = kept(logits, best.float(), scales, limits)
     blocks = -(-size // BLOCK)
     scores = torch.empty(rows, blocks, dtype=torch.float32, device=device)
     winners = torch.empty(rows, blocks, dtype=torch.int64, device=device)
@@ -82,6 +79,39 @@ def race(logits: Any, best: Any, parameters: Sequence[Sampling], seeds: Sequence
         logits, keys, scales, floors, ceilings, scores, winners, logits.stride(0), size, BLOCK=BLOCK
     )
     return winners.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+
+
+def kept(logits: Any, best: Any, scales: Any, limits: Sequence[tuple[float, float, float]]) -> tuple[Any, Any]:
+    """Return the smallest and the largest logit times scale of each row that ``limits`` keep, float32 [B] each:
+    top_p, -log(min_p) and typical_p of each row."""
+    from . import device_sampling_kernel as kernel
+
+    (rows, size), device = logits.shape, logits.device
+    blocks = -(-size // SEARCHED)
+    bounds = constant(tuple(limits), torch.float32, device)
+    floors, ceilings, fars, means = torch.zeros(4, rows, dtype=torch.float32, device=device)
+    sums = torch.empty(DIGITS, rows, blocks, PARTS, dtype=torch.float32, device=device)
+    state = torch.empty(DIGITS, rows, 2, dtype=torch.float64, device=device)
+    found = {"CHUNKS": 1 << (blocks - 1).bit_length(), "RANGE": RANGE, "PARTS": PARTS, "DIGITS": DIGITS}
+
+    def search(centers: Any, ends: Any, column: int) -> None:
+        for digit in range(DIGITS):
+            kernel.sums_of_parts[(rows, blocks)](
+                logits, best, scales, centers, ends, bounds[:, column], sums, state, logits.stride(0), size, 3,
+                digit, BLOCK=SEARCHED, TILE=min(TILE, SEARCHED), **found,
+            )  # fmt: skip
+
+    is_cut = any(top_p < 1.0 for top_p, _, _ in limits)
+    if is_cut:
+        search(means, constant((RANGE,) * rows, torch.float32, device), 0)
+    kernel.nucleus[(rows,)](sums, state, bounds, best, scales, fars, floors, ceilings, blocks, SEARCHED=is_cut, **found)
+    if any(share < 1.0 for _, _, share in limits):
+        kernel.mean_distance[(rows,)](
+            logits, best, scales, bounds, fars, means, logits.stride(0), size, TILE=4096, RANGE=RANGE, num_warps=16
+        )
+        search(means, fars, 2)
+        kernel.typical[(rows,)](sums, state, bounds, best, scales, fars, means, floors, ceilings, blocks, **found)
+    return floors, ceilings
 
 
 def race_limited(logits: Any, parameters: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int]) -> Any:

@@ -120,91 +120,200 @@ def race(
     tl.store(winners + place, (block * BLOCK + tl.argmax(arrival, 0)).to(tl.int64))
 
 
-@triton.jit
-def share_within(
+@triton.jit(do_not_specialize=["digit"])
+def sums_of_parts(
     logits: tl.tensor,
-    top: tl.tensor,
-    scale: tl.tensor,
-    center: tl.tensor,
-    far: tl.tensor,
-    share: tl.tensor,
+    best: tl.tensor,
+    scales: tl.tensor,
+    centers: tl.tensor,
+    fars: tl.tensor,
+    shares: tl.tensor,
+    sums: tl.tensor,
+    state: tl.tensor,
+    stride: tl.tensor,
     size: tl.tensor,
+    share_stride: tl.tensor,
+    digit: tl.tensor,
+    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    CHUNKS: tl.constexpr,
     RANGE: tl.constexpr,
+    PARTS: tl.constexpr,
     DIGITS: tl.constexpr,
-) -> tl.tensor:
-    """Return how far from ``center`` the tokens of a row are that are kept: those to which less than ``share`` of the
-    probability of all tokens up to ``far`` is nearer.
+) -> None:
+    """Sum the probabilities of a block's tokens nearer to the center than the end of each part, for one digit of the
+    place where less than ``shares`` of the probability of all tokens up to ``fars`` is nearer.
 
-    Distances are (top - logit) * scale. They are searched in steps of RANGE / 8 ** DIGITS, an octal digit a pass;
-    tokens within a step of each other are kept together. A share of 1 keeps all."""
-    steps: tl.constexpr = 8**DIGITS
-    part = tl.arange(0, 8)
-    low = 0
-    span = steps
-    wanted = 0.0
-    for digit in range(tl.where(share < 1.0, DIGITS, 0)):
-        span = span // 8
-        ends = low + (part + 1) * span
-        sums = tl.zeros([8, TILE], dtype=tl.float32)
-        for first in range(0, size, TILE):
-            token = first + tl.arange(0, TILE)
-            value = tl.load(logits + token, mask=token < size, other=float("-inf")).to(tl.float32)
+    Distances are (best - logit) * scale. They are searched in steps of RANGE / PARTS ** DIGITS, a digit a launch;
+    tokens within a step of each other are kept together. A share of 1 keeps all. ``sums`` [DIGITS, B, blocks, PARTS];
+    ``state`` float64 [DIGITS + 1, B, 2] has what was found in the launches before: where the part begins, and the sum
+    that is wanted."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
+    share = tl.load(shares + row * share_stride)
+    if share < 1.0:
+        steps: tl.constexpr = PARTS**DIGITS
+        part = tl.arange(0, PARTS)
+        low, wanted, span = part_found(sums, state, share, row, rows, blocks, digit, CHUNKS, PARTS, DIGITS)
+        if block == 0:
+            tl.store(state + (digit * rows + row) * 2, low.to(tl.float64))
+            tl.store(state + (digit * rows + row) * 2 + 1, wanted.to(tl.float64))
+        scale, top = tl.load(scales + row), tl.load(best + row)
+        center, far = tl.load(centers + row), tl.load(fars + row)
+        ends = low + (part + 1) * (span // PARTS)
+        found = tl.zeros([PARTS, TILE], dtype=tl.float32)
+        for first in range(0, BLOCK, TILE):
+            token = block * BLOCK + first + tl.arange(0, TILE)
+            value = tl.load(logits + row * stride + token, mask=token < size, other=float("-inf")).to(tl.float32)
             distance = tl.minimum((top - value) * scale, RANGE)
             place = (tl.minimum(tl.abs(distance - center), RANGE) * (steps / RANGE)).to(tl.int32)
-            weight = tl.where(distance <= far, tl.exp(-distance), 0.0)
-            sums += tl.where(place[None, :] < ends[:, None], weight[None, :], 0.0)
-        before = tl.sum(sums, 1)
-        if digit == 0:  # the last part ends the whole range
-            wanted = share * tl.max(before, 0)
-        low += span * tl.sum(((before < wanted) & (part < 7)).to(tl.int32), 0)
-    return tl.where(share < 1.0, (low + 1) * (RANGE / steps), RANGE * RANGE)
+            weight = tl.where((distance <= far) & (token < size), tl.exp(-distance), 0.0)
+            found += tl.where(place[None, :] < ends[:, None], weight[None, :], 0.0)
+        tl.store(sums + ((digit * rows + row) * blocks + block) * PARTS + part, tl.sum(found, 1))
 
 
 @triton.jit
-def bounds(
+def part_found(
+    sums: tl.tensor,
+    state: tl.tensor,
+    share: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    blocks: tl.tensor,
+    digit: tl.tensor,
+    CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    DIGITS: tl.constexpr,
+) -> tl.tensor:
+    """Return where the part begins that launches before ``digit`` found, the wanted sum, and the length of a part."""
+    low = (row * 0).to(tl.int32)
+    wanted = share * 0.0
+    span = low + PARTS**DIGITS
+    for _ in range(digit):
+        span = span // PARTS
+    if digit > 1:
+        low = tl.load(state + ((digit - 1) * rows + row) * 2).to(tl.int32)
+        wanted = tl.load(state + ((digit - 1) * rows + row) * 2 + 1).to(tl.float32)
+    if digit > 0:
+        chunk, part = tl.arange(0, CHUNKS), tl.arange(0, PARTS)
+        own = sums + ((digit - 1) * rows + row) * blocks * PARTS
+        mask = (chunk < blocks)[:, None] & (part >= 0)[None, :]
+        before = tl.sum(tl.load(own + chunk[:, None] * PARTS + part[None, :], mask=mask, other=0.0), 0)
+        if digit == 1:  # the last part ends the whole range
+            wanted = share * tl.max(before, 0)
+        low += span * tl.sum(((before < wanted) & (part < PARTS - 1)).to(tl.int32), 0)
+    return low, wanted, span
+
+
+@triton.jit
+def width_found(
+    sums: tl.tensor,
+    state: tl.tensor,
+    share: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    blocks: tl.tensor,
+    CHUNKS: tl.constexpr,
+    RANGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    DIGITS: tl.constexpr,
+) -> tl.tensor:
+    """Return how far from the center tokens are kept."""
+    width = share * 0.0 + RANGE * RANGE
+    if share < 1.0:
+        low, _, _ = part_found(sums, state, share, row, rows, blocks, DIGITS, CHUNKS, PARTS, DIGITS)
+        width = (low + 1) * (RANGE / PARTS**DIGITS)
+    return width
+
+
+@triton.jit
+def nucleus(
+    sums: tl.tensor,
+    state: tl.tensor,
+    limits: tl.tensor,
+    best: tl.tensor,
+    scales: tl.tensor,
+    fars: tl.tensor,
+    floors: tl.tensor,
+    ceilings: tl.tensor,
+    blocks: tl.tensor,
+    SEARCHED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    RANGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    DIGITS: tl.constexpr,
+) -> None:
+    """Find between which scaled logits a row's tokens are kept by top_p, then min_p, and how far from the best.
+
+    ``limits`` float32 [B, 3] are top_p, -log(min_p) and typical_p; SEARCHED: ``sums`` and ``state`` are of top_p."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    top = tl.load(best + row) * tl.load(scales + row)
+    far = tl.load(limits + 3 * row + 1)
+    if SEARCHED:
+        share = tl.load(limits + 3 * row)
+        far = tl.minimum(far, width_found(sums, state, share, row, rows, blocks, CHUNKS, RANGE, PARTS, DIGITS))
+    rounding = tl.abs(top) * 4e-7
+    tl.store(fars + row, far)
+    tl.store(floors + row, top - far - rounding)
+    tl.store(ceilings + row, top + rounding)
+
+
+@triton.jit
+def mean_distance(
     logits: tl.tensor,
     best: tl.tensor,
     scales: tl.tensor,
     limits: tl.tensor,
-    floors: tl.tensor,
-    ceilings: tl.tensor,
+    fars: tl.tensor,
+    means: tl.tensor,
     stride: tl.tensor,
     size: tl.tensor,
     TILE: tl.constexpr,
     RANGE: tl.constexpr,
-    DIGITS: tl.constexpr,
 ) -> None:
-    """Find between which scaled logits a row's tokens are kept by top_p, then min_p, then typical_p.
-
-    ``limits`` float32 [B, 3] are top_p, -log(min_p) and typical_p. The surprise of a token is its distance from the
-    best plus a constant, so what is typical is near the mean distance."""
+    """Find the mean distance of the kept tokens of a row with typical_p, weighted by probability."""
     row = tl.program_id(0).to(tl.int64)
-    start = logits + row * stride
-    scale = tl.load(scales + row)
-    top = tl.load(best + row)
-    typical = tl.load(limits + 3 * row + 2)
-    zero = typical * 0.0
-    far = share_within(start, top, scale, zero, zero + RANGE, tl.load(limits + 3 * row), size, TILE, RANGE, DIGITS)
-    far = tl.minimum(far, tl.load(limits + 3 * row + 1))
-    near = -far
-    if typical < 1.0:
+    if tl.load(limits + 3 * row + 2) < 1.0:
+        top, scale, far = tl.load(best + row), tl.load(scales + row), tl.load(fars + row)
         weights = tl.zeros([TILE], dtype=tl.float32)
         distances = tl.zeros([TILE], dtype=tl.float32)
         for first in range(0, size, TILE):
             token = first + tl.arange(0, TILE)
-            value = tl.load(start + token, mask=token < size, other=float("-inf")).to(tl.float32)
+            value = tl.load(logits + row * stride + token, mask=token < size, other=float("-inf")).to(tl.float32)
             distance = tl.minimum((top - value) * scale, RANGE)
-            weight = tl.where(distance <= far, tl.exp(-distance), 0.0)
+            weight = tl.where((distance <= far) & (token < size), tl.exp(-distance), 0.0)
             weights += weight
             distances += weight * distance
-        mean = tl.sum(distances, 0) / tl.sum(weights, 0)
-        width = share_within(start, top, scale, mean, far, typical, size, TILE, RANGE, DIGITS)
-        far = tl.minimum(far, mean + width)
-        near = mean - width
-    rounding = tl.abs(top * scale) * 4e-7
-    tl.store(floors + row, top * scale - far - rounding)
-    tl.store(ceilings + row, top * scale - near + rounding)
+        tl.store(means + row, tl.sum(distances, 0) / tl.sum(weights, 0))
+
+
+@triton.jit
+def typical(
+    sums: tl.tensor,
+    state: tl.tensor,
+    limits: tl.tensor,
+    best: tl.tensor,
+    scales: tl.tensor,
+    fars: tl.tensor,
+    means: tl.tensor,
+    floors: tl.tensor,
+    ceilings: tl.tensor,
+    blocks: tl.tensor,
+    CHUNKS: tl.constexpr,
+    RANGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    DIGITS: tl.constexpr,
+) -> None:
+    """Narrow what is kept of rows with typical_p. The surprise of a token is its distance from the best plus a
+    constant, so what is typical is near the mean distance."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    share = tl.load(limits + 3 * row + 2)
+    if share < 1.0:
+        width = width_found(sums, state, share, row, rows, blocks, CHUNKS, RANGE, PARTS, DIGITS)
+        top, mean = tl.load(best + row) * tl.load(scales + row), tl.load(means + row)
+        rounding = tl.abs(top) * 4e-7
+        tl.store(floors + row, top - tl.minimum(tl.load(fars + row), mean + width) - rounding)
+        tl.store(ceilings + row, top - (mean - width) + rounding)
 
 
 @triton.jit(do_not_specialize=["width"])

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-BLOCK = 2048
-MAX_COUNT = 64  # of a row; the kernel finds one after the other
+BLOCK = 4096  # tokens of a program
+PARTS = 256  # of a row, about: at least twice ``MAX_COUNT``, so that few logits are not below the largest of so many
+ROOM = 256  # candidates that are sorted
+MAX_COUNT = 64  # of a row
 
 
 class TopLogits(NamedTuple):
     """The largest logits of each row: the log of the sum of all exp(logit), ``totals`` float32 [B], NaN if one is not
-    finite or all are minus infinity, and the largest ``values`` with their ``ids``, [B, count], in descending order."""
+    finite or all are minus infinity, and the largest ``values`` with their ``ids``, [B, count], in descending order and
+    the first of equals before."""
 
     totals: Any
     values: Any
@@ -26,14 +29,28 @@ def top_logits(logits: Any, count: int) -> TopLogits:
 
     (rows, size), device = logits.shape, logits.device
     assert logits.stride(1) == 1
-    assert 1 <= count <= MAX_COUNT
-    blocks = -(-size // BLOCK)
-    values = torch.empty(rows, blocks, count, dtype=torch.float32, device=device)
-    ids = torch.empty(rows, blocks, count, dtype=torch.int64, device=device)
+    assert 1 <= count <= MAX_COUNT <= ROOM
+    part = power_from(-(-size // PARTS), 2)
+    block = max(min(BLOCK, power_from(size, 2)), part)
+    blocks, parts = -(-size // block), block // part
+    maxima = torch.empty(rows, blocks, parts, dtype=torch.float32, device=device)
     sums = torch.empty(rows, blocks, dtype=torch.float32, device=device)
-    kernel.top_of_block[(rows, blocks)](logits, values, ids, sums, logits.stride(0), size, count, BLOCK=BLOCK)
-    totals = torch.empty(rows, dtype=torch.float32, device=device)
-    padded = max(1 << (blocks - 1).bit_length(), 16)
-    kernel.total_of_row[(rows,)](values, sums, totals, blocks, count, PADDED=padded)
-    values, at = values.view(rows, -1).topk(count, dim=-1)
-    return TopLogits(totals, values, ids.view(rows, -1).gather(1, at))
+    totals, bounds = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    found = torch.empty(rows, dtype=torch.int32, device=device)
+    keys = torch.empty(rows, ROOM, dtype=torch.int64, device=device)
+    values = torch.empty(rows, count, dtype=torch.float32, device=device)
+    ids = torch.empty(rows, count, dtype=torch.int64, device=device)
+    stride, grid = logits.stride(0), (rows, blocks)
+    kernel.largest_of_parts[grid](logits, maxima, sums, stride, size, PART=part, PARTS=parts)
+    padded = power_from(blocks * parts, max(MAX_COUNT, 2 * parts))
+    kernel.bound_of_row[(rows,)](maxima, sums, totals, bounds, found, blocks, count, PARTS=parts, PADDED=padded)
+    kernel.candidates[grid](logits, bounds, found, keys, stride, size, ROOM=ROOM, BLOCK=block)
+    kernel.sort_candidates[(rows,)](
+        logits, found, keys, values, ids, stride, size, count, ROOM=ROOM, BLOCK=min(block, 1024)
+    )
+    return TopLogits(totals, values, ids)
+
+
+def power_from(number: int, least: int) -> int:
+    """Return the first power of two from both numbers on; ``least`` is one."""
+    return max(1 << (number - 1).bit_length(), least)

@@ -56,11 +56,17 @@ build(prefill.attend_chunks, [*arrays, "fp32", "fp32", *["i32"] * 4], options, *
 build(race.exponentials, [LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.exponentials_at, [LONG, LONG, FLOAT, "i32"], BLOCK=1024)
 build(race.race, [HALF, LONG, FLOAT, FLOAT, FLOAT, FLOAT, LONG, "i32", "i32"], BLOCK=1024)
-search = {"TILE": 4096, "RANGE": 40.0, "DIGITS": 8}
-build(race.bounds, [HALF, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, "i32", "i32"], **search)
+search = {"CHUNKS": 32, "RANGE": 40.0, "PARTS": 8, "DIGITS": 8}
+sums = {"BLOCK": 4096, "TILE": 1024}
+build(race.sums_of_parts, [HALF, *[FLOAT] * 6, "*fp64", *["i32"] * 4], **sums, **search)
+build(race.nucleus, [FLOAT, "*fp64", *[FLOAT] * 6, "i32"], SEARCHED=True, **search)
+build(race.mean_distance, [HALF, *[FLOAT] * 5, "i32", "i32"], TILE=4096, RANGE=40.0)
+build(race.typical, [FLOAT, "*fp64", *[FLOAT] * 7, "i32"], **search)
 build(race.race_limited, [FLOAT, LONG, LONG, FLOAT, "*fp64", LONG, "i32"], PADDED=64)
-build(top.top_of_block, [HALF, FLOAT, LONG, FLOAT, "i32", "i32", "i32"], BLOCK=2048)
-build(top.total_of_row, [FLOAT, FLOAT, FLOAT, "i32", "i32"], PADDED=64)
+build(top.largest_of_parts, [HALF, FLOAT, FLOAT, "i32", "i32"], PART=512, PARTS=8)
+build(top.bound_of_row, [FLOAT, FLOAT, FLOAT, FLOAT, INT, "i32", "i32"], PARTS=8, PADDED=256)
+build(top.candidates, [HALF, FLOAT, INT, LONG, "i32", "i32"], ROOM=256, BLOCK=4096)
+build(top.sort_candidates, [HALF, INT, LONG, FLOAT, LONG, "i32", "i32", "i32"], ROOM=256, BLOCK=1024)
 build(adjustment.penalize, [HALF, INT, LONG, FLOAT, FLOAT, "i32", "i32"], BLOCK=2048)
 build(greedy.largest_of_chunk, [HALF, FLOAT, INT, "i32", "i32"], BLOCK=4096, OVERLAP=True)
 build(greedy.largest_of_row, [FLOAT, INT, LONG, "i32"], PADDED=32, OVERLAP=True)

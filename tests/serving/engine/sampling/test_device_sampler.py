@@ -99,6 +99,7 @@ def test_kernels_draw_what_the_host_draws(monkeypatch: pytest.MonkeyPatch, seed:
     row with a number that is not finite has no token."""
     pytest.importorskip("triton")
     monkeypatch.setattr(top_logits, "BLOCK", 16)
+    monkeypatch.setattr(device_sampling, "SEARCHED", 16)
     monkeypatch.setattr(adjustment, "BLOCK", 16)
     monkeypatch.setattr(sampler.native, "can_draw", lambda logits: False)
     rng = random.Random(seed)

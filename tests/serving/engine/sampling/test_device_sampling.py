@@ -9,7 +9,7 @@ from engine_runs import sequence_of
 from tiny_models import prompt_of, request_of
 
 from mlflow_llm.serving.engine.devices import triton_support
-from mlflow_llm.serving.engine.sampling import device_sampling, randomness, sampler
+from mlflow_llm.serving.engine.sampling import device_sampling, randomness, sampler, top_logits
 from mlflow_llm.serving.interface.request import Sampling
 
 triton = pytest.importorskip("triton")
@@ -88,3 +88,56 @@ def test_bounds_keep_what_a_sort_keeps(monkeypatch: pytest.MonkeyPatch, seed: in
     device = logits.to(DEVICE)
     found = device_sampling.race(device, device.amax(-1), parameters, seeds, positions)
     assert found.tolist() == wanted.tolist()
+
+
+def stable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest of each row and their tokens, the first of equals before."""
+    values, ids = torch.sort(logits, descending=True, stable=True)
+    return values[:, :count], ids[:, :count]
+
+
+@pytest.mark.parametrize(("size", "count"), [(9000, 64), (5000, 50), (100, 5), (64, 64), (3, 2)])
+def test_the_largest_logits_are_those_of_a_sort(size: int, count: int) -> None:
+    """The largest of a row are found in order, also of many equals, and where more than is sorted is in few parts."""
+    logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size)) * 3
+    logits[1, 20 : min(size // 2, 900)] += 30
+    logits[2] = logits[2].round()
+    found = top_logits.top_logits(logits.to(DEVICE), count)
+    values, ids = stable(logits, count)
+    assert found.values.tolist() == values.tolist()
+    assert found.ids.tolist() == ids.tolist()
+    torch.testing.assert_close(found.totals.cpu(), torch.logsumexp(logits, -1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy computes the interpreter's numbers that are not finite
+def test_the_largest_logits_of_rows_that_are_not_finite() -> None:
+    """A row with a number that is none, with infinity, or with nothing finite has no sum, and tokens of the row; one
+    with few finite logits has these first."""
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    logits[0, 5], logits[1, 7], logits[2:] = float("nan"), float("inf"), float("-inf")
+    logits[3, [9, 4]] = 1.0
+    found = top_logits.top_logits(logits.to(DEVICE), 5)
+    assert found.totals.isnan().tolist() == [True, True, True, False]
+    assert ((found.ids >= 0) & (found.ids < 300)).all()
+    assert (found.ids[3, :2].tolist(), found.values[3].tolist()) == ([4, 9], [1.0, 1.0, *[float("-inf")] * 3])
+
+
+@pytest.mark.parametrize(("parts", "digits", "searched"), [(8, 8, 1024), (16, 6, 256)])
+def test_a_nucleus_is_found_by_programs_together(
+    monkeypatch: pytest.MonkeyPatch, parts: int, digits: int, searched: int
+) -> None:
+    """The sums of several programs find which tokens a row keeps, whatever the digits; others keep all."""
+    monkeypatch.setattr(device_sampling, "PARTS", parts)
+    monkeypatch.setattr(device_sampling, "DIGITS", digits)
+    monkeypatch.setattr(device_sampling, "SEARCHED", searched)
+    logits = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(3)) * 3
+    limits = [(0.5, np.inf, 1.0), (0.9, np.inf, 0.6), (1.0, np.inf, 1.0), (0.95, 1.0, 1.0)]
+    scales = torch.ones(4, device=DEVICE)
+    floors, ceilings = device_sampling.kept(logits.to(DEVICE), logits.amax(-1).to(DEVICE), scales, limits)
+    places = logits.to(DEVICE)
+    kept = ((places >= floors[:, None]) & (places <= ceilings[:, None])).cpu()
+    for row, (top_p, nearest, typical_p) in enumerate(limits):
+        one = Sampling(max_tokens=1, temperature=1.0, top_p=top_p, min_p=float(np.exp(-nearest)), typical_p=typical_p)
+        weights, ids = sampler.typical(logits[row : row + 1], [one])
+        wanted = torch.zeros(SIZE, dtype=torch.bool).index_fill_(0, ids[0][weights[0] > 0], True)
+        assert kept[row].equal(wanted), row
