@@ -143,7 +143,8 @@ def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSour
     refuse_unsupported(model, config)
     max_model_len = resolve_max_model_len(config, settings)
     test = SelfTest.of(model, vocab_size=vocab_size(model), max_model_len=max_model_len, block_size=resolved.block_size)
-    if settings.quantization == "int8" and not any(stored_weights.stored_of(module) for module in model.modules()):
+    is_stored = any(stored_weights.stored_of(module) is not None for module in model.modules())
+    if settings.quantization == "int8" and not is_stored:
         began = time.monotonic()
         input_factors.measure(model)
         logger.info("the inputs of int8 linears were measured in %.1f s", time.monotonic() - began)
@@ -164,7 +165,7 @@ def _load(model: Any, resolved: ResolvedSettings, keep_as: tuple[str, PackedSour
     layers = [use.shape for use in uses]
     like = next(model.parameters())
     fused_modules.install(model)
-    fused_experts.install(model)
+    fused_experts.install(model, in_fp8=settings.quantization == "fp8" and not is_stored)
     fused_rotary.install(model)
     linears = linear.install(model, holder, settings, plain=latent)
     products = few_rows.install(linears, settings, resolved.device, resolved.dtype)

@@ -10,13 +10,16 @@
               ``combine`` sums over a token's pairs
 
 Which pairs belong together is found in the programs themselves, so the grid depends only on the number of tokens, and
-nothing is sorted or counted before. Ids from ``experts`` on have no weights: they give the token itself if IDENTITY,
-else nothing."""
+nothing is sorted or counted before. Weights in float8 are read as bytes (``weights/fp8_kernel.py``), with a scale for
+each column of an expert. Ids from ``experts`` on have no weights: they give the token itself if IDENTITY, else
+nothing."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ...weights.fp8_kernel import decoded
 
 SILU: tl.constexpr = tl.constexpr(0)
 GELU: tl.constexpr = tl.constexpr(1)  # with tanh
@@ -41,10 +44,29 @@ def gated(gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, GA
 
 
 @triton.jit
+def weights_at(place: tl.tensor, mask: tl.tensor, kind: tl.constexpr, DECODE: tl.constexpr) -> tl.tensor:
+    """Load weights as ``kind``: as they are kept, or from float8 by ``DECODE``."""
+    found = tl.load(place, mask=mask, other=0)
+    if DECODE != "":
+        found = decoded(found, kind, DECODE).to(kind)
+    return found
+
+
+@triton.jit
+def scales_at(place: tl.tensor, mask: tl.tensor, DECODE: tl.constexpr) -> tl.tensor:
+    """Load what sums of products by float8 weights are to be multiplied by."""
+    scale = tl.load(place, mask=mask, other=0.0)
+    if DECODE == "shift":
+        scale = scale * 256.0
+    return scale
+
+
+@triton.jit
 def few_up(
     x: tl.tensor,
     ids: tl.tensor,
     weight: tl.tensor,
+    scale: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     K: tl.tensor,
@@ -60,6 +82,7 @@ def few_up(
     limit: tl.tensor,
     TOP: tl.constexpr,
     GATE: tl.constexpr,
+    DECODE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -78,9 +101,14 @@ def few_up(
             inside = start + k < K
             mask = (n < N)[:, None] & inside[None, :]
             some = tl.load(from_x + start, mask=inside, other=0.0).to(tl.float32)[None, :]
-            gates += tl.load(from_gate + start * k_stride, mask=mask, other=0.0).to(tl.float32) * some
-            ups += tl.load(from_gate + start * k_stride + up_offset, mask=mask, other=0.0).to(tl.float32) * some
+            gates += weights_at(from_gate + start * k_stride, mask, out.dtype.element_ty, DECODE).to(tl.float32) * some
+            from_up = from_gate + start * k_stride + up_offset
+            ups += weights_at(from_up, mask, out.dtype.element_ty, DECODE).to(tl.float32) * some
         gate, up = tl.sum(gates, 1), tl.sum(ups, 1)
+        if DECODE != "":
+            from_scale = scale + expert * (2 * N) + n
+            gate *= scales_at(from_scale, n < N, DECODE)
+            up *= scales_at(from_scale + N, n < N, DECODE)
         if HAS_BIAS:
             from_bias = bias + expert * (2 * N) + n * bias_n_stride
             gate += tl.load(from_bias, mask=n < N, other=0.0).to(tl.float32)
@@ -96,6 +124,7 @@ def few_down(
     ids: tl.tensor,
     scores: tl.tensor,
     weight: tl.tensor,
+    scale: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     K: tl.tensor,
@@ -106,6 +135,7 @@ def few_down(
     k_stride: tl.tensor,
     TOP: tl.constexpr,
     IDENTITY: tl.constexpr,
+    DECODE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -126,7 +156,11 @@ def few_down(
         mask = (n < N)[:, None] & inside[None, :]
         some = tl.load(made + pair * K + start + k, mask=inside, other=0.0).to(tl.float32) * score
         from_weight = weight + expert * expert_stride + place + start * k_stride
-        sums += tl.load(from_weight, mask=mask, other=0.0).to(tl.float32) * some[None, :]
+        weights = weights_at(from_weight, mask, out.dtype.element_ty, DECODE).to(tl.float32)
+        if DECODE != "":
+            known = n < tl.where(expert < experts, N, 0)
+            weights *= scales_at(scale + expert * N + n, known, DECODE)[:, None]
+        sums += weights * some[None, :]
     y = tl.sum(sums, 1)
     if HAS_BIAS or IDENTITY:
         for j in range(TOP):
@@ -174,6 +208,7 @@ def grouped_up(
     x: tl.tensor,
     ids: tl.tensor,
     weight: tl.tensor,
+    scale: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     K: tl.tensor,
@@ -190,6 +225,7 @@ def grouped_up(
     pairs: tl.tensor,
     TOP: tl.constexpr,
     GATE: tl.constexpr,
+    DECODE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -212,10 +248,14 @@ def grouped_up(
             inside = start + k < K
             mask = inside[:, None] & (n < N)[None, :]
             some = tl.load(from_x + start, mask=is_one[:, None] & inside[None, :], other=0.0)
-            gates = tl.load(from_gate + start * k_stride, mask=mask, other=0.0)
-            ups = tl.load(from_gate + start * k_stride + up_offset, mask=mask, other=0.0)
+            gates = weights_at(from_gate + start * k_stride, mask, some.dtype, DECODE)
+            ups = weights_at(from_gate + start * k_stride + up_offset, mask, some.dtype, DECODE)
             gate = tl.dot(some, gates, gate, input_precision="ieee")
             up = tl.dot(some, ups, up, input_precision="ieee")
+        if DECODE != "":
+            from_scale = scale + expert.to(tl.int64) * (2 * N) + n
+            gate *= scales_at(from_scale, n < N, DECODE)[None, :]
+            up *= scales_at(from_scale + N, n < N, DECODE)[None, :]
         if HAS_BIAS:
             from_bias = bias + expert.to(tl.int64) * (2 * N) + n * bias_n_stride
             gate += tl.load(from_bias, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -230,6 +270,7 @@ def grouped_down(
     made: tl.tensor,
     ids: tl.tensor,
     weight: tl.tensor,
+    scale: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
     K: tl.tensor,
@@ -239,6 +280,7 @@ def grouped_down(
     n_stride: tl.tensor,
     k_stride: tl.tensor,
     pairs: tl.tensor,
+    DECODE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -259,8 +301,11 @@ def grouped_down(
         for start in range(0, K, BLOCK_K):
             inside = start + k < K
             some = tl.load(from_made + start, mask=is_one[:, None] & inside[None, :], other=0.0)
-            weights = tl.load(from_weight + start * k_stride, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+            mask = inside[:, None] & (n < N)[None, :]
+            weights = weights_at(from_weight + start * k_stride, mask, some.dtype, DECODE)
             y = tl.dot(some, weights, y, input_precision="ieee")
+        if DECODE != "":
+            y *= scales_at(scale + expert.to(tl.int64) * N + n, n < N, DECODE)[None, :]
         if HAS_BIAS:
             from_bias = bias + expert.to(tl.int64) * N + n
             y += tl.load(from_bias, mask=n < N, other=0.0).to(tl.float32)[None, :]

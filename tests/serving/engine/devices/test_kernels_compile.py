@@ -57,6 +57,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         "joined",
         "quantize_row",
         "scale_of",
+        "scales_at",
         "part_found",
         "width_found",
         "key_of",
@@ -65,6 +66,7 @@ def test_every_kernel_compiles(tmp_path: Path) -> None:
         "time_of",
         "turn",
         "turn_heads",
+        "weights_at",
         "write_normed",
         "words",
     }  # by others

@@ -112,16 +112,18 @@ for parts, tiles in ((True, HALF), (False, "tensordesc<bf16[64, 128]>")):
     build(few_rows_kernel.multiply, [*arrays, *["i32"] * 5], **several)
     several = {"HAS_BIAS": True, "BLOCK_N": 4, "BLOCK_K": 512, "WHOLE_K": parts, "OVERLAP": parts}
     build(few_rows_kernel.multiply_row, [HALF, HALF, HALF, HALF, "i32", "i32", "i32"], **several)
-more = {"HAS_BIAS": True, "GATE": 2, "TOP": 8}
-for step in (experts.few_up, experts.grouped_up):
-    sizes = {"BLOCK_N": 4, "BLOCK_K": 1024} if step is experts.few_up else {"BLOCK_N": 32, "BLOCK_K": 128}
-    sizes |= {} if step is experts.few_up else {"BLOCK_M": 16, "CHUNK": 128}
-    numbers = ["i32"] * 9 + ["fp32", "fp32"] + ([] if step is experts.few_up else ["i32"])
-    build(step, [HALF, LONG, HALF, HALF, HALF, *numbers], **more, **sizes)
-known = {"HAS_BIAS": True, "TOP": 8, "IDENTITY": True}
-build(experts.few_down, [HALF, HALF, LONG, HALF, HALF, HALF, HALF, *["i32"] * 6], **known, BLOCK_N=2, BLOCK_K=1024)
-sizes = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "CHUNK": 128}
-build(experts.grouped_down, [HALF, LONG, HALF, HALF, HALF, *["i32"] * 7], HAS_BIAS=True, **sizes)
+for way, weights in (("", HALF), ("native", BYTE), ("packed", BYTE)):
+    more = {"HAS_BIAS": True, "DECODE": way, "TOP": 8}
+    for step in (experts.few_up, experts.grouped_up):
+        sizes = {"BLOCK_N": 4, "BLOCK_K": 1024} if step is experts.few_up else {"BLOCK_N": 32, "BLOCK_K": 128}
+        sizes |= {} if step is experts.few_up else {"BLOCK_M": 16, "CHUNK": 128}
+        numbers = ["i32"] * 9 + ["fp32", "fp32"] + ([] if step is experts.few_up else ["i32"])
+        build(step, [HALF, LONG, weights, FLOAT, HALF, HALF, *numbers], GATE=2, **more, **sizes)
+    arrays, sizes = [HALF, HALF, LONG, HALF, weights, FLOAT, HALF, HALF], {"BLOCK_N": 2, "BLOCK_K": 1024}
+    build(experts.few_down, [*arrays, *["i32"] * 6], IDENTITY=True, **more, **sizes)
+    sizes = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "CHUNK": 128}
+    arrays = [HALF, LONG, weights, FLOAT, HALF, HALF, *["i32"] * 7]
+    build(experts.grouped_down, arrays, HAS_BIAS=True, DECODE=way, **sizes)
 build(experts.combine, [HALF, HALF, LONG, HALF, HALF, "i32", "i32"], TOP=8, IDENTITY=True, BLOCK=512)
 arrays = [HALF, HALF, HALF, INT, INT, FLOAT, FLOAT, FLOAT, "fp32", "fp32", *["i32"] * 4]
 split = {"BLOCK_SIZE": 16, "SPLIT": 256, "TILE": 32, "HAS_SOFTCAP": True}

@@ -95,6 +95,63 @@ def test_half_precision() -> None:
         assert (compute(x, ids, scores, SMALL, SMALL).float() - wanted).abs().max() <= 2 * own
 
 
+@torch.inference_mode()
+def test_weights_in_fp8() -> None:
+    """Both ways compute what the module does with the floats that float8 weights stand for, a scale a column."""
+    module, experts = experts_of("qwen3_moe")
+    made = experts.quantized()
+    assert made is not None
+    assert made.up.dtype == made.down.dtype == torch.float8_e4m3fn
+    for tokens in (1, 20):
+        x, ids, scores = step(experts, tokens, 2)
+        if tokens > fused_experts.BLOCK_M:
+            ids[:, 0] = experts.count - 1
+        exact = module(x, ids, scores)
+        with made.floats(module, torch.float32):
+            wanted = module(x, ids, scores)
+        assert 0 < (wanted - exact).abs().max() < 0.1 * exact.abs().max()
+        for compute in (made.few, made.grouped):
+            torch.testing.assert_close(compute(x, ids, scores, SMALL, SMALL), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_kernels")
+@torch.inference_mode()
+def test_a_model_with_experts_in_fp8(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Weights of experts take a byte each; steps of few tokens and of many, which run by the model's code, agree.
+    Experts with biases keep floats, which the log says."""
+    model = make_model(FAMILIES["qwen3_moe"]()).to(DEVICE)
+    ids = torch.arange(3, 10, device=DEVICE)[None]
+    exact = model(ids).logits
+    assert fused_experts.install(model, in_fp8=True) == COUNTS["qwen3_moe"]
+    kept = [one for one in model.modules() if hasattr(one, "gate_up_proj")]
+    assert {one.gate_up_proj.element_size() + one.down_proj.element_size() for one in kept} == {2}
+    few = model(ids).logits
+    assert 0 < (few - exact).abs().max() < 0.2 * exact.abs().max()
+    monkeypatch.setattr(fused_experts, "MAX_TOKENS", 2)
+    torch.testing.assert_close(model(ids).logits, few, rtol=1e-4, atol=1e-4)
+    assert {one.gate_up_proj.dtype for one in kept} == {torch.float8_e4m3fn}
+    other = make_model(CASES["gpt_oss"]()).to(DEVICE)
+    fused_experts.install(other, in_fp8=True)
+    assert "keeps its weights as floats: experts with biases" in caplog.text
+
+
+@pytest.mark.usefixtures("_kernels")
+@torch.inference_mode()
+def test_wrong_kernels_keep_floats(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Experts whose kernels are wrong in float8 alone run by them as floats, and the log says why."""
+    model = make_model(FAMILIES["qwen3_moe"]()).to(DEVICE)
+    ids = torch.arange(3, 10, device=DEVICE)[None]
+    exact, few = model(ids).logits, Experts.few
+
+    def wrong(self: Experts, *given: Any) -> Any:
+        return given[0] if self.up_scale is not None else few(self, *given)
+
+    monkeypatch.setattr(Experts, "few", wrong)
+    assert fused_experts.install(model, in_fp8=True) == COUNTS["qwen3_moe"]
+    torch.testing.assert_close(model(ids).logits, exact, rtol=1e-4, atol=1e-4)
+    assert "Qwen3MoeExperts keeps its weights as floats: the kernel differs from the reference by" in caplog.text
+
+
 @pytest.mark.usefixtures("_kernels")
 @torch.inference_mode()
 def test_experts_of_another_form_keep_their_code(caplog: Any) -> None:
