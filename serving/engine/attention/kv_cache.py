@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from .latent_attention import Projections
@@ -49,8 +50,7 @@ class LayerShape:
         return self.num_kv_heads * (self.key_dim if self.shared else self.key_dim + self.value_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """A run of the flat row of tokens: ``num_tokens`` tokens of sequence ``owner`` from its position ``start``."""
 
     owner: int

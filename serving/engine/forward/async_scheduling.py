@@ -25,7 +25,7 @@ import torch
 from ..attention.kv_cache import KVCache, Row
 from ..devices.transfers import upload, upload_values
 from ..sampling.device_sampler import DeviceSampler, Drawn
-from ..sampling.sampler import NEEDS_FULL_SORT, is_drawn_unread, may_be_undecided, sample
+from ..sampling.sampler import NEEDS_FULL_SORT, is_drawn_unread, sample
 from ..scheduling.scheduler import ScheduledChunk, Scheduler
 from ..scheduling.sequence import Sampled, SequenceState
 from .decode_graphs import GraphedForward
@@ -48,8 +48,8 @@ class LaunchedStep:
     @property
     def wanted(self) -> list[ScheduledChunk]:
         """The chunks whose tokens are to be delivered."""
-        alive = (chunk for chunk in self.chunks if chunk.sequence.status == "running")
-        return [chunk for chunk in alive if chunk.sequence.id not in self.unfounded]
+        alive = [chunk for chunk in self.chunks if chunk.sequence.status == "running"]
+        return [chunk for chunk in alive if chunk.sequence.id not in self.unfounded] if self.unfounded else alive
 
     @property
     def rows(self) -> dict[int, int]:
@@ -134,7 +134,7 @@ class AsyncScheduling:
         sequences, positions = [chunk.sequence for chunk in chunks], [chunk.start + 1 for chunk in chunks]
         drawn = self._sampler.draw(found.logits, sequences, positions, ids, found.largest)
         logits = found.logits
-        if any(may_be_undecided(sequence, logits.device) for sequence in sequences):
+        if drawn.may_be_undecided:
             logits = logits.clone()  # ``_read`` looks at them after the next step has overwritten them
         if drawn.tokens.device.type != "cuda":
             return LaunchedStep(chunks, logits, drawn, drawn, None)
@@ -144,12 +144,16 @@ class AsyncScheduling:
         return LaunchedStep(chunks, logits, drawn, copy, is_copied)
 
     def _read(self, step: LaunchedStep) -> tuple[list[ScheduledChunk], list[Sampled]]:
-        sampled, rows, wanted = step.read(), step.rows, step.wanted
-        self._sampler.forget(step.unwanted)
+        sampled, wanted = step.read(), step.wanted
+        if len(wanted) < len(step.chunks):
+            self._sampler.forget(step.unwanted)
         for chunk in wanted:
             sequence = chunk.sequence
             sequence.num_computed = chunk.start + 1
             self._cache.computed(sequence.id, sequence.tokens, sequence.num_computed)
+        if len(wanted) == len(step.chunks) and not step.drawn.may_be_undecided:
+            return wanted, sampled
+        rows = step.rows
         undecided = [chunk.sequence for chunk in wanted if sampled[rows[chunk.sequence.id]].token_id == NEEDS_FULL_SORT]
         if undecided:
             self._sampler.forget(undecided)

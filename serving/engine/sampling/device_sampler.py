@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from ..devices.transfers import constant, upload
 from ..scheduling.sequence import NO_ALLOWED_TOKEN, Sampled, SamplePosition, SequenceState
@@ -18,6 +19,7 @@ from .sampler import (
     draw_unread,
     forbids_stops,
     has_logit_changes,
+    kinds_unread,
     listed,
     restrict,
     sample,
@@ -39,10 +41,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The ``tokens`` int64 [B] of a step, as ``draw_unread`` returns them, and the log probabilities asked for."""
+    """The ``tokens`` int64 [B] of a step, as ``draw_unread`` returns them, and the log probabilities asked for.
+    ``may_be_undecided``: some may be ``NEEDS_FULL_SORT``."""
 
     tokens: Any
     scores: Scores | None = None
+    may_be_undecided: bool = False
 
     def copied(self) -> Drawn:
         """Return a copy on the host, which is complete once the device has done what it was given before."""
@@ -85,11 +89,34 @@ def _copied(tensor: Any) -> Any:
     return copy.copy_(tensor, non_blocking=True)
 
 
+class Batch(Struct, frozen=True):
+    """What the parameters of a step's sequences ask for, by their rows, as long as the sequences are the same."""
+
+    ids: list[int]
+    kinds: dict[str, list[int]]
+    changes: bool  # of logits, wherever the sequences are
+    forbidding: list[int]  # rows that may forbid stop tokens
+    scored: list[int]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceState], ids: list[int], device: Any) -> Batch:
+        rows = range(len(sequences))
+        parameters = [sequence.sampling for sequence in sequences]
+        return cls(
+            ids,
+            kinds_unread(sequences, device),
+            any(map(has_logit_changes, sequences)),
+            [i for i in rows if parameters[i].min_tokens > 0],
+            [i for i in rows if parameters[i].logprobs is not None],
+        )
+
+
 class DeviceSampler:
     """The sampler of one engine's sequences, whose last tokens the host may not know yet."""
 
     def __init__(self) -> None:
         self._adjuster = Adjuster()
+        self._batch: Batch | None = None
 
     def sample(self, logits: Any, places: Sequence[SamplePosition]) -> list[Sampled]:
         """Do what ``sampler.sample`` does, waiting for a device once."""
@@ -123,22 +150,21 @@ class DeviceSampler:
 
         With ``counts`` they are counted as the sequences' next tokens; otherwise the host does that, as it may with
         sequences that do not satisfy ``is_drawn_unread``."""
-        adjusted = any(
-            has_logit_changes(sequence) or forbids_stops(sequence, position)
-            for sequence, position in zip(sequences, positions, strict=True)
-        )
+        batch = self._batch_of(sequences, logits.device)
+        adjusted = batch.changes or any(forbids_stops(sequences[i], positions[i]) for i in batch.forbidding)
+        undecided = "truncated" in batch.kinds
         if largest_tokens is None:
             largest_tokens = greedy_tokens(logits)
         if not adjusted and all(sequence.grammar_state is None for sequence in sequences):
-            tokens = draw_unread(logits, sequences, positions, largest_tokens)
-            return Drawn(tokens, _scores(logits, sequences, tokens))
+            tokens = draw_unread(logits, sequences, positions, largest_tokens, batch.kinds)
+            return Drawn(tokens, _scores(logits, sequences, tokens, batch.scored), undecided)
         if adjusted:
             changed = self._adjuster.adjust(logits, sequences, positions, last)
         else:
             changed = logits.to(torch.float32, copy=True)
         restrict(changed, sequences)
         largest_changed = greedy_tokens(changed)
-        tokens = draw_unread(changed, sequences, positions, largest_changed)
+        tokens = draw_unread(changed, sequences, positions, largest_changed, batch.kinds)
         may_die = tuple(sequence.processors is not None for sequence in sequences)
         if any(may_die):  # what was finite has no largest any more
             dead = (largest_changed < 0) & constant(may_die, torch.bool, logits.device)
@@ -146,7 +172,14 @@ class DeviceSampler:
         tokens = torch.where(largest_tokens < 0, -1, tokens)
         if adjusted and counts:
             self._adjuster.count(sequences, tokens)
-        return Drawn(tokens, _scores(logits, sequences, tokens))
+        return Drawn(tokens, _scores(logits, sequences, tokens, batch.scored), undecided)
+
+    def _batch_of(self, sequences: Sequence[SequenceState], device: Any) -> Batch:
+        """Return what ``sequences`` ask for: what was found a step ago, if they are the same."""
+        ids = [sequence.id for sequence in sequences]
+        if self._batch is None or self._batch.ids != ids:
+            self._batch = Batch.of(sequences, ids, device)
+        return self._batch
 
     def forget(self, sequences: Iterable[SequenceState]) -> None:
         """Forget what was kept of ``sequences``: tokens were drawn that are not theirs."""
@@ -157,8 +190,8 @@ class DeviceSampler:
         self._adjuster.clear()
 
 
-def _scores(logits: Any, sequences: Sequence[SequenceState], tokens: Any) -> Scores | None:
-    rows = [i for i, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+def _scores(logits: Any, sequences: Sequence[SequenceState], tokens: Any, rows: Sequence[int]) -> Scores | None:
+    """Return the log probabilities that ``rows`` ask for."""
     if not rows:
         return None
     counts = [sequences[i].sampling.logprobs or 0 for i in rows]

@@ -223,14 +223,18 @@ def is_drawn_unread(sequence: SamplePosition) -> bool:
     return p.grammar is None and p.draft is None and not p.generation_logits
 
 
-def draw_unread(logits: Any, sequences: Sequence[SamplePosition], positions: Sequence[int], largest_tokens: Any) -> Any:
+def draw_unread(
+    logits: Any,
+    sequences: Sequence[SamplePosition],
+    positions: Sequence[int],
+    largest_tokens: Any,
+    kinds: dict[str, list[int]],
+) -> Any:
     """Return what ``choose`` draws of adjusted ``logits`` [B, V], int64 [B] on their device, without waiting for it;
     ``NEEDS_FULL_SORT`` where only ``choose`` can tell. ``positions`` are those of the tokens; ``largest_tokens`` are
-    ``greedy_tokens(logits)``, and the result itself if all sequences are greedy."""
+    ``greedy_tokens(logits)``, and the result itself if all sequences are greedy; ``kinds`` are
+    ``kinds_unread(sequences, ..)``."""
     tokens = largest_tokens
-    kinds: dict[str, list[int]] = {}
-    for i, sequence in enumerate(sequences):
-        kinds.setdefault(_kind_unread(sequence, logits.device), []).append(i)
     for kind, rows in kinds.items():
         if kind == "greedy":
             continue
@@ -245,9 +249,12 @@ def draw_unread(logits: Any, sequences: Sequence[SamplePosition], positions: Seq
     return tokens if tokens is largest_tokens else torch.where(largest_tokens < 0, -1, tokens)
 
 
-def may_be_undecided(sequence: SamplePosition, device: Any) -> bool:
-    """Return whether ``draw_unread`` may return ``NEEDS_FULL_SORT``."""
-    return _kind_unread(sequence, device) == "truncated"
+def kinds_unread(sequences: Sequence[SamplePosition], device: Any) -> dict[str, list[int]]:
+    """Return the rows of each way to draw. Only "truncated" ones may get ``NEEDS_FULL_SORT``."""
+    kinds: dict[str, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        kinds.setdefault(_kind_unread(sequence, device), []).append(i)
+    return kinds
 
 
 def _kind_unread(sequence: SamplePosition, device: Any) -> str:

@@ -19,8 +19,10 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ...interface.request import BACKGROUND, PROVISIONED, STANDARD
 from ..attention.kv_cache import KVCache
@@ -37,8 +39,7 @@ ALL, NONE = range(BACKGROUND + 1), range(0)  # classes of sequences
 MAX_MATCHES_PER_STEP = 16  # prompts looked up in the prefix cache in one step: bounds the cost of a queue
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(Struct, frozen=True):
     """``num_tokens`` of ``sequence`` from position ``start`` on; the last ``num_drafted`` of them are drafts."""
 
     sequence: SequenceState

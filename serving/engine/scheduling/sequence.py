@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from ...interface.events import StepTiming, TokenLogprob
 from ...interface.request import Sampling, Sequence, ValidRequest
@@ -37,8 +38,7 @@ BLOCKS_LATER: frozenset[WaitReason] = frozenset({"slot", "memory"})
 later sequences pass this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(Struct, frozen=True):
     """One sampled token. ``token_id`` is -1 if the logits were not finite, ``NO_ALLOWED_TOKEN`` if every token is
     forbidden. ``logprob`` is None unless requested."""
 

@@ -11,7 +11,7 @@ from engine_runs import sequence_of
 from tiny_models import request_of
 
 from mlflow_llm.serving.engine.devices import triton_support
-from mlflow_llm.serving.engine.sampling import adjustment, device_sampling, sampler, top_logits
+from mlflow_llm.serving.engine.sampling import adjustment, device_sampler, device_sampling, sampler, top_logits
 from mlflow_llm.serving.engine.sampling.adjustment import Adjuster
 from mlflow_llm.serving.engine.sampling.device_sampler import DeviceSampler, Drawn
 from mlflow_llm.serving.engine.sampling.kernel_trial import try_kernels
@@ -184,3 +184,19 @@ def test_wrong_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     try_kernels(5000, torch.float32, DEVICE)
     assert not device_sampling.is_offered(DEVICE)
     assert "tokens are sampled by torch: drawing from the largest logits differs" in caplog.text
+
+
+def test_parameters_of_a_batch_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a batch's sequences stay the same, what they ask for is not looked up again; a new one is looked at."""
+    looked: list[int] = []
+    kinds = sampler.kinds_unread
+    monkeypatch.setattr(device_sampler, "kinds_unread", lambda *given: looked.append(len(given[0])) or kinds(*given))
+    rng, drawer = random.Random(3), DeviceSampler()
+    sequences = [random_sequence(rng, i) for i in range(4)]
+    logits = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(3))
+    for some in (sequences, sequences, sequences[:3], [*sequences[:2], sequences[3]]):
+        last = torch.tensor([int(sequence.tokens[-1]) for sequence in some])
+        rows = [sequences.index(sequence) for sequence in some]
+        drawn = drawer.draw(logits[rows], some, [one.num_tokens for one in some], last, counts=False)
+        assert drawn.sampled() == sampler.sample(logits[rows], some)
+    assert looked == [4, 3, 3]
