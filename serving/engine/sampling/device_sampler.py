@@ -90,7 +90,7 @@ def _copied(tensor: Any) -> Any:
 
 
 class Batch(Struct, frozen=True):
-    """What the parameters of a step's sequences ask for, by their rows, as long as the sequences are the same."""
+    """The wishes of a step's sequences, by their rows, which stay the same as long as the sequences do."""
 
     ids: list[int]
     kinds: dict[str, list[int]]
