@@ -94,6 +94,7 @@ class DecoderWeights:
     branch_scale: float
     logit_scale: float
     logit_cap: float
+    tied: bool  # the output head's weights are the embedding
 
 
 def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeights:
@@ -157,6 +158,7 @@ def decoder_weights(model: nn.Module, uses: Sequence[LayerUse]) -> DecoderWeight
         branch_scale=float(getattr(config, "residual_multiplier", 1.0)),
         logit_scale=1.0 / getattr(config, "logits_scaling", 1.0),
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        tied=head.is_tied,
     )
 
 
@@ -297,6 +299,7 @@ class NativeDecoder:
             score_cap=weights.score_cap,
             logit_scale=weights.logit_scale if weights.logit_scale != 1.0 else 0.0,
             logit_cap=weights.logit_cap,
+            tied=weights.tied,
         )
         layers = [_layer(layer, offset) for layer, offset in zip(weights.layers, cache.layer_offsets, strict=True)]
         self._handle = found.mlflow_llm_decoder_new(

@@ -80,7 +80,7 @@ class Shape(ctypes.Structure):
         ("eps", c_float), ("scaling", c_float), ("kv", c_int32), ("rotary_dims", c_int32), ("activation", c_int32),
         ("gated", c_int32), ("separate_branch", c_int32), ("norm_all_heads", c_int32), ("q_columns", c_int32),
         ("fused_gate_up", c_int32), ("embedding_scale", c_float), ("vector_scale", c_float), ("branch_scale", c_float),
-        ("score_cap", c_float), ("logit_scale", c_float), ("logit_cap", c_float),
+        ("score_cap", c_float), ("logit_scale", c_float), ("logit_cap", c_float), ("tied", c_int32),
     )  # fmt: skip
 
 

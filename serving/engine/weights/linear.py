@@ -88,10 +88,11 @@ class LinearGroup:
 
 class EngineLinear(nn.Module):
     """A module that takes the place of an ``nn.Linear`` or GPT-2's ``Conv1D``. ``weight`` [out, in] is rebuilt at each
-    access."""
+    access. ``is_tied``: it is the output head, and its weights were the input embedding."""
 
-    def __init__(self, name: str, group: LinearGroup, member: int) -> None:
+    def __init__(self, name: str, group: LinearGroup, member: int, *, is_tied: bool = False) -> None:
         super().__init__()
+        self.is_tied = is_tied
         self.name = name
         self.group = group
         self.member = member
@@ -294,12 +295,18 @@ def install(
         else:
             packed = _pack(weight, bias, others, is_head, factors_of(modules[0]))
         group = LinearGroup(paths, packed, sizes, holder)
+        is_tied = is_head and stored_of(modules[0]) is None and modules[0].weight is _embedding(model)
         if is_head:
             head_name = paths[0]
         for member, path in enumerate(paths):
-            found[path] = EngineLinear(path, group, member)
+            found[path] = EngineLinear(path, group, member, is_tied=is_tied)
             setattr(parent, path.rpartition(".")[2], found[path])
     return LinearSet(linears=found, head=head_name, experts=_install_experts(model, others, pack, like))
+
+
+def _embedding(model: Any) -> torch.Tensor | None:
+    weight: torch.Tensor | None = getattr(model.get_input_embeddings(), "weight", None)
+    return weight
 
 
 def _num_bytes(module: nn.Module) -> int:

@@ -7,6 +7,8 @@
 // Differences between architectures are data of `Shape` and `Layer`: which norms there are (before a branch, after it,
 // of each head or of all heads together), what is rotated and by which table, windows, activations, multipliers, caps.
 //
+// A head in int8 whose weights are the embedding, which is there in floats, has the logits of likely tokens corrected.
+//
 // Everything between two matrix products works on single rows. The contributions of adapters are added there too, for
 // the rows of one adapter together (lora.h).
 #pragma once
@@ -27,6 +29,9 @@ namespace mlflow_llm {
 
 constexpr int QUERY_ROWS = 8;  // rows of a prompt that one work item of attention processes
 constexpr int MAX_GROUP = 16;  // query heads per KV head
+constexpr float LIKELY_WITHIN = 5.0f;  // nats below the most probable token, of those whose logits are corrected,
+constexpr int MAX_LIKELY = 64;  // and how many of them there may be
+constexpr int NARROWINGS = 6;  // halvings of the range while it has more
 
 enum Member { Q, K, V, O, GATE, UP, DOWN, SHARED_EXPERT_GATE, MEMBERS };
 
@@ -59,6 +64,7 @@ struct Shape {
     float branch_scale;  // of what is added to the hidden states, with separate_branch
     float score_cap;  // 0: no cap
     float logit_scale, logit_cap;  // 0: none
+    int32_t tied;  // 1: the output head's weights are the embedding
 };
 
 // Consecutive tokens of one sequence, within the rows of a step. It reads other slots by the parts [first_part,
@@ -140,6 +146,7 @@ class Decoder {
     void run_experts(Team& team, const Layer& layer, const Step& step);
     void adapt_down(const Step& step, const RowGroup& group, int index);
     void add_mlp_output(int index, int t);
+    void correct_logits(const float* x, float* logits) const;
     void finish_logits(float* logits) const;
     void rotate_row(const Layer& layer, const Step& step, int t);
     void attend(const Layer& layer, const Step& step, int item);

@@ -120,8 +120,14 @@ inline void Decoder::step(const Step& step) {
         });
         multiply(team, *head, linear_rows.rows(*head, normed.data()), step.num_logit_rows, step.logits,
                  Epilogue::WRITE);
-        if (shape.logit_scale != 0.0f || shape.logit_cap != 0.0f)
-            team.parallel_for(step.num_logit_rows, [&](int i) { finish_logits(step.logits + size_t(i) * head->N); });
+        const bool corrects = shape.tied && is_int8(head->kind);
+        const bool finishes = shape.logit_scale != 0.0f || shape.logit_cap != 0.0f;
+        if (corrects || finishes)
+            team.parallel_for(step.num_logit_rows, [&](int i) {
+                float* logits = step.logits + size_t(i) * head->N;
+                if (corrects) correct_logits(&normed[size_t(i) * H], logits);
+                if (finishes) finish_logits(logits);
+            });
     });
 }
 
@@ -147,6 +153,50 @@ inline void Decoder::add_branch(const Norm& after, int t) {
     const __m512 scale = _mm512_set1_ps(shape.branch_scale);
     for (int i = 0; i < shape.hidden; i += LANES)
         _mm512_storeu_ps(to + i, _mm512_fmadd_ps(_mm512_loadu_ps(out + i), scale, _mm512_loadu_ps(to + i)));
+}
+
+// Compute the logits of the likely tokens of row x again, with the embedding's floats. They are few, and int8's errors
+// in all others hardly change a probability. Which they are depends on the row alone.
+inline void Decoder::correct_logits(const float* x, float* logits) const {
+    constexpr int SPANS = 64;  // of tokens; those without a likely one are not looked at again
+    const int N = head->N, H = shape.hidden, width = round_up((N + SPANS - 1) / SPANS, LANES);
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    const auto load = [&](int i) {
+        return _mm512_mask_loadu_ps(none, N - i >= LANES ? 0xffff : (1u << (N - i)) - 1, logits + i);
+    };
+    float largest[SPANS], most = -INFINITY;
+    for (int span = 0; span < SPANS; span++) {
+        __m512 max = none, other = none;
+        int i = span * width;
+        const int end = std::min(i + width, N);
+        for (; i + 2 * LANES <= end; i += 2 * LANES) {
+            max = _mm512_max_ps(max, _mm512_loadu_ps(logits + i));
+            other = _mm512_max_ps(other, _mm512_loadu_ps(logits + i + LANES));
+        }
+        for (; i < end; i += LANES) max = _mm512_max_ps(max, load(i));
+        largest[span] = _mm512_reduce_max_ps(_mm512_max_ps(max, other));
+        most = std::max(most, largest[span]);
+    }
+    if (!std::isfinite(most)) return;
+    float within = LIKELY_WITHIN / (shape.logit_scale != 0.0f ? std::abs(shape.logit_scale) : 1.0f);
+    int likely[MAX_LIKELY];
+    for (int narrowing = 0; narrowing <= NARROWINGS; narrowing++, within *= 0.5f) {
+        const float least = most - within;
+        int count = 0;
+        for (int span = 0; span < SPANS && count <= MAX_LIKELY; span++) {
+            if (!(largest[span] >= least)) continue;
+            for (int i = span * width; i < std::min((span + 1) * width, N); i += LANES)
+                for (unsigned found = _mm512_cmp_ps_mask(load(i), _mm512_set1_ps(least), _CMP_GE_OQ); found;
+                     found &= found - 1, count++)
+                    if (count < MAX_LIKELY) likely[count] = i + __builtin_ctz(found);
+        }
+        if (count > MAX_LIKELY) continue;
+        for (int c = 0; c < count; c++) {
+            const int token = likely[c];
+            logits[token] = dot(x, embedding + size_t(token) * H, H) + (head->bias ? head->bias[token] : 0.0f);
+        }
+        return;
+    }
 }
 
 inline void Decoder::finish_logits(float* logits) const {

@@ -133,7 +133,10 @@ void decoder(Kind weights, Kind kv) {
     shape.q_columns = HEADS * D, shape.embedding_scale = shape.vector_scale = shape.branch_scale = 1.0f;
     const Norm last = norm();
     const float* words = values(WORDS * H, 1.0f);
-    const Linear* head = linear(Kind::F32, H, WORDS);
+    Linear* head = nullptr;
+    shape.tied = weights == Kind::ROTATED;
+    if (shape.tied) check(!mlflow_llm_linear_new(int(weights), H, WORDS, words, nullptr, nullptr, &head), "head");
+    else head = linear(Kind::F32, H, WORDS);
     Decoder* made = mlflow_llm_decoder_new(&shape, layers.data(), words, nullptr, &last, head);
     const float *cos = values(SLOT * D / 2, 1.0f), *sin = values(SLOT * D / 2, 1.0f);
     std::vector<int64_t> ids(LONG);
@@ -204,4 +207,5 @@ int main() {
     draws();
     encoder(Kind::F32), encoder(Kind::INT8);
     decoder(Kind::F32, Kind::F32), decoder(Kind::INT8, Kind::F32), decoder(Kind::INT8, Kind::INT8);
+    decoder(Kind::ROTATED, Kind::INT8);
 }

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -362,6 +363,46 @@ def test_int8_runs_as_with_torch(tmp_path: Path) -> None:
     distance = (native - plain).norm(dim=-1) / plain.norm(dim=-1)
     assert float(distance.median()) < 0.02
     assert float(distance.max()) < 0.2
+
+
+@on_each_instruction_set
+@pytest.mark.parametrize(("scale", "flat"), [(1.0, 1.0), (4.0, 1.0), (1.0, 0.01)])
+def test_likely_tokens_have_the_logits_of_a_head_in_floats(scale: float, flat: float, tmp_path: Path) -> None:
+    """A head in int8 that is tied to the embedding gives the most probable tokens the logits of its floats, alone and
+    in a batch; the others, and all tokens of a head of its own, keep those of int8."""
+    config = tf.GraniteConfig(**WIDE, tie_word_embeddings=True, logits_scaling=scale)
+    config.vocab_size = 1001
+    model = make_model(config)
+    model.get_input_embeddings().weight.data *= 40 * flat * scale
+    loaded = load_model(save_bundle(model, tmp_path), EngineSettings(quantization="int8", kv_cache_memory=1 << 26))
+    weights = loaded.decoder
+    assert weights is not None
+    assert weights.tied
+    head = NativeWeight(weights.embedding, None, F32)
+    tokens = np.random.default_rng(1).integers(0, 1001, 40)
+
+    def logits_by(decoder: Any, cuts: list[int]) -> torch.Tensor:
+        return logits_of(SimpleNamespace(layers=loaded.layers, decoder=decoder), tokens, cuts, beside=0, threads=2)
+
+    found, plain, exact = (
+        logits_by(one, [40]) for one in (weights, replace(weights, tied=False), replace(weights, tied=False, head=head))
+    )
+    assert torch.equal(logits_by(weights, [5, 38, 39, 40]), found)
+    widths = set()
+    for row, by_bytes, by_floats in zip(found, plain, exact, strict=True):
+        within = 5.0
+        while (likely := by_bytes >= by_bytes.max() - within).sum() > 64:
+            within /= 2
+        widths.add(within)
+        edge = (by_bytes - by_bytes.max() + within).abs() < 1e-4
+        torch.testing.assert_close(row[likely | edge], torch.where(likely, by_floats, row)[likely | edge])
+        assert torch.equal(row[~likely & ~edge], by_bytes[~likely & ~edge])
+        assert not torch.equal(row, by_bytes)
+    assert (5.0 in widths) == (flat == 1.0)
+    own = make_model(tf.LlamaConfig(**WIDE))
+    untied = load_model(save_bundle(own, tmp_path / "own"), EngineSettings(quantization="int8"))
+    assert untied.decoder is not None
+    assert not untied.decoder.tied
 
 
 def test_unsupported_decoders_run_by_transformers(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_a_mapped_model_is_the_same_to_the_bit(
     second, mapped = load(bundle, quantization=quantization, max_model_len=128)
     assert (mapped, second.kernels_reason, second.max_model_len) == (True, "", 128)
     assert torch.equal(logits_of(first), logits_of(second))
+    assert first.decoder.tied == second.decoder.tied == first.config.tie_word_embeddings
     assert (first.layers, first.vocab_size, first.dtype) == (second.layers, second.vocab_size, second.dtype)
     pools = [LoraPool(one.model, one.holder) for one in (first, second)]
     assert pools[0].shapes == pools[1].shapes
