@@ -37,6 +37,7 @@ COLUMNS_AT_ONCE = 64  # rounded before the others are told of their errors
 EXPONENTS = tuple(i / 8 for i in range(8))
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 DAMPINGS = (0.01, 0.1, 1.0)  # times the mean of H's diagonal; the first that makes H invertible is used
+BYTE_DAMPINGS = (0.1, 1.0)  # of weights of eight bits, whose errors are small: H of a sample is trusted less
 SWEEPS = 3
 MIN_SCALE = 2.0**-14  # the smallest scale: the smallest float16 that keeps full precision
 MAX_HESSIAN_BYTES = 1 << 30  # bytes of the matrices H that are collected in one run over the tokens,
@@ -93,10 +94,13 @@ Linears = Sequence[nn.Module]
 
 
 def inputs_of(
-    model: Any, groups: Sequence[Linears], texts: Sequence[Sequence[int]]
+    model: Any, groups: Sequence[Linears], texts: Sequence[Sequence[int]], *, alike: bool = False
 ) -> Iterator[tuple[Linears, torch.Tensor, torch.Tensor]]:
     """Yield each group of linears that share an input with its ``H`` [K, K] and ``mean |x|`` [K] over ``texts``, of
-    rotated inputs, times their factors (input_factors.py) if they have any."""
+    rotated inputs, times their factors (input_factors.py) if they have any.
+
+    ``alike``: all tokens count alike in H, whatever the size of their inputs. A text's first token has inputs a hundred
+    times as large as others in some layers, and would alone decide which errors matter."""
     waiting = list(groups)
     maximum = max(MAX_HESSIAN_BYTES, sum(p.numel() * p.element_size() for p in model.parameters()) // MODEL_DIVISOR)
     while waiting:
@@ -105,7 +109,7 @@ def inputs_of(
         while waiting and (not taken or room > 0):
             taken.append(waiting.pop(0))
             room -= 4 * _width(taken[-1][0]) ** 2
-        for group, found in zip(taken, _collected(model, [group[0] for group in taken], texts), strict=True):
+        for group, found in zip(taken, _collected(model, [group[0] for group in taken], texts, alike), strict=True):
             yield group, found.products / max(found.count, 1), found.sizes / max(found.count, 1)
 
 
@@ -117,18 +121,21 @@ def _width(linear: nn.Module) -> int:
 class _Inputs:
     products: torch.Tensor
     sizes: torch.Tensor
+    alike: bool
     count: int = 0
 
     def add(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         x, factors = given[0].reshape(-1, given[0].shape[-1]), factors_of(module)
         x = rotated(x if factors is None else x * factors)
-        self.products += x.t() @ x
         self.sizes += x.abs().sum(0)
+        if self.alike:
+            x = x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-20)
+        self.products += x.t() @ x
         self.count += len(x)
 
 
-def _collected(model: Any, linears: Linears, texts: Sequence[Sequence[int]]) -> list[_Inputs]:
-    found = [_Inputs(torch.zeros(k, k), torch.zeros(k)) for k in map(_width, linears)]
+def _collected(model: Any, linears: Linears, texts: Sequence[Sequence[int]], alike: bool) -> list[_Inputs]:
+    found = [_Inputs(torch.zeros(k, k), torch.zeros(k), alike) for k in map(_width, linears)]
     hooks = [one.register_forward_pre_hook(inputs.add) for one, inputs in zip(linears, found, strict=True)]
     body = getattr(model, model.base_model_prefix, model)  # without the head, for which nothing is collected
     try:
@@ -165,7 +172,7 @@ def rounded_to_bytes(weight: torch.Tensor, products: torch.Tensor) -> tuple[torc
         found = (column / scale[:, 0]).round().clamp(-MAX_BYTE_LEVEL, MAX_BYTE_LEVEL)
         return found, found * scale[:, 0]
 
-    values = _compensated(weight, _inverse(products), COLUMNS_AT_ONCE, lambda first, block: rounded)
+    values = _compensated(weight, _inverse(products, BYTE_DAMPINGS), COLUMNS_AT_ONCE, lambda first, block: rounded)
     return values.to(torch.int8), scale
 
 
@@ -239,11 +246,11 @@ def _clipped(x: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, t
     return scale, zero
 
 
-def _inverse(products: torch.Tensor) -> torch.Tensor:
+def _inverse(products: torch.Tensor, dampings: Sequence[float] = DAMPINGS) -> torch.Tensor:
     """Return the upper Cholesky factor of H's inverse, which says how the columns after k compensate for an error at
     k."""
     mean = products.diagonal().double().mean().clamp_min(1e-12)
-    for damping in DAMPINGS:
+    for damping in dampings:
         damped = products.double() + torch.eye(len(products), dtype=torch.float64) * (damping * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:

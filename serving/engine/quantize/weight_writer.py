@@ -150,7 +150,8 @@ def _in_eight_bits(
     names = {module: name for group in groups for name, module in group.items()}
     texts = [*texts, *calibration.own_text(model)]
     tensors: dict[str, torch.Tensor] = {}
-    for group, products, _ in calibration.inputs_of(model, [list(one.values()) for one in groups], texts):
+    grouped = [list(one.values()) for one in groups]
+    for group, products, _ in calibration.inputs_of(model, grouped, texts, alike=True):
         look()
         for module in group:
             values, scale = calibration.rounded_to_bytes(_rotated(module), products)

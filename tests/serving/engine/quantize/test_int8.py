@@ -15,7 +15,7 @@ from tiny_models import COMMON, make_model, prompt_of, request_of, save_bundle
 from mlflow_llm.serving.engine.core import EngineCore
 from mlflow_llm.serving.engine.quantize import calibration
 from mlflow_llm.serving.engine.quantize.weight_writer import quantize_files
-from mlflow_llm.serving.engine.weights.quantization import quantize_rows
+from mlflow_llm.serving.engine.weights.quantization import quantize_rows, rotated
 from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.settings import EngineSettings
 
@@ -34,6 +34,34 @@ def test_rounding_follows_the_activations() -> None:
     assert values.abs().max() <= 127
     wrong = [float(((some * scale - weight) @ x.t()).norm()) for some in (values, plain)]
     assert wrong[0] < 0.6 * wrong[1]
+
+
+class OneLinear(torch.nn.Module):
+    """A model of one linear, whose inputs are its tokens' rows of a table."""
+
+    base_model_prefix = "body"
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.table, self.linear = table, torch.nn.Linear(table.shape[1], 48, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        return self.linear(self.table[input_ids])
+
+
+@torch.no_grad()
+def test_a_token_with_large_inputs_does_not_decide_alone() -> None:
+    """A token with inputs that are a thousand times as large as the others' has one vote among them."""
+    torch.manual_seed(0)
+    table = torch.randn(300, 8) @ torch.randn(8, 64) + 0.1 * torch.randn(300, 64)
+    table[0] = 1000 * torch.randn(64)
+    model = OneLinear(table)
+    weight, wrong = rotated(model.linear.weight), []
+    for alike in (True, False):
+        ((_, products, _),) = calibration.inputs_of(model, [[model.linear]], [list(range(300))], alike=alike)
+        values, scale = calibration.rounded_to_bytes(weight, products)
+        wrong.append(float(((values * scale - weight) @ rotated(table[1:]).t()).norm()))
+    assert wrong[0] < 0.8 * wrong[1]
 
 
 @pytest.mark.parametrize("products", [torch.zeros(32, 32), torch.ones(32, 32), torch.full((32, 32), 1e37)])
