@@ -6,8 +6,9 @@ float32 answers each question greedily with up to 64 tokens, token by token as a
 the same tokens the same way. At every place of the answers: the Kullback-Leibler divergence of its probabilities from
 float32's, and whether its most probable token is float32's. Up to the first place where it is not, its own greedy
 answer would be float32's, so ``equal answers`` and ``tokens up to the first difference`` are those of free answers.
-Forms that are made when a model is logged are made here first; ``calibrated`` ones by Python's documentation. Speed is
-measured by ``decode.py``.
+Forms that are made when a model is logged are made here first; ``calibrated`` ones by Python's documentation. ``Q8_0``
+is llama.cpp's: weights and activations in groups of 32 with a scale in float16, here by torch, with keys and values in
+float32. Speed is measured by ``decode.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from measured import say_kernels
 from report import publish
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mlflow_llm.flavors.llm.save.quantize import default_texts, tokenised
 from mlflow_llm.serving.engine.assembly import EngineParts, assemble
@@ -64,6 +65,36 @@ QUESTIONS = (
     "What is the boiling point of water in Fahrenheit?",
     "Give two synonyms of 'quick'.",
     "Why do leaves change colour?",
+    "How does a refrigerator work?",
+    "Write a haiku about the sea.",
+    "What is the tallest mountain?",
+    "Explain recursion.",
+    "List five fruits.",
+    "Who painted the Mona Lisa?",
+    "What is inflation?",
+    "How do I tie a tie?",
+    "What does a cell membrane do?",
+    "Write a short email asking for a day off.",
+    "What is 144 divided by 12?",
+    "Name a famous physicist.",
+    "How do plants make food?",
+    "What is the speed of light?",
+    "Give me tips for a job interview.",
+    "What is the plot of Romeo and Juliet?",
+    "How do I change a flat tyre?",
+    "What is an operating system?",
+    "Translate 'thank you' into German.",
+    "What causes tides?",
+    "Write a SQL query that counts users.",
+    "What is democracy?",
+    "Which planet is the largest?",
+    "How long should I sleep?",
+    "Why is exercise important?",
+    "What are black holes?",
+    "Describe a sunset.",
+    "How do computers store numbers?",
+    "What is the currency of Japan?",
+    "Suggest a name for a dog.",
 )
 MAX_TOKENS = 64
 PLAIN: dict[str, dict[str, Any]] = {
@@ -72,6 +103,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "int8, KV in float32": {"quantization": "int8", "kv_cache_dtype": "float32"},
 }
 LOGGED = {"int8, calibrated": ("int8", {}), "int8, calibrated, KV in float32": ("int8", {"kv_cache_dtype": "float32"})}
+Q8_0 = "Q8_0 by torch"
+Q8_0_GROUP = 32
 LOGGED |= {"int4": ("int4", {}), "int4, KV in float32": ("int4", {"kv_cache_dtype": "float32"})}
 
 
@@ -104,6 +137,50 @@ class Model:
         return self._forward.forward(step)[0].float().log_softmax(-1)
 
 
+class InGroups(torch.nn.Linear):
+    """A linear whose weights and activations are rounded as in llama.cpp's Q8_0."""
+
+    def __init__(self, plain: torch.nn.Linear) -> None:
+        super().__init__(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+        self.weight, self.bias = torch.nn.Parameter(in_groups(plain.weight), requires_grad=False), plain.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(in_groups(x), self.weight, self.bias)
+
+
+def in_groups(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` rounded to int8 in groups, each with a scale in float16."""
+    groups = x.unflatten(-1, (-1, Q8_0_GROUP))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    return ((groups / scale.clamp_min(1e-30)).round() * scale.half().float()).flatten(-2)
+
+
+class ModelByTorch:
+    """A model of transformers in Q8_0, asked like ``Model``."""
+
+    def __init__(self, folder: str) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+        for name, module in list(self._model.named_modules()):
+            if type(module) is torch.nn.Linear:
+                self._model.set_submodule(name, InGroups(module))
+        self._kept: Any = None
+
+    def begin(self, prompt: Sequence[int]) -> Any:
+        self._kept = None
+        return self._step(prompt)
+
+    def follow(self, token: int, place: int) -> Any:
+        return self._step([token])
+
+    def end(self) -> None:
+        self._kept = None
+
+    def _step(self, tokens: Sequence[int]) -> Any:
+        found = self._model(input_ids=torch.tensor([list(tokens)]), past_key_values=self._kept, use_cache=True)
+        self._kept = found.past_key_values
+        return found.logits[0, -1].log_softmax(-1)
+
+
 @torch.inference_mode()
 def answers(model: Model, prompts: Sequence[Sequence[int]], eos: set[int]) -> list[tuple[list[int], list[Any]]]:
     """Return the greedy answer to each prompt, and the log probabilities at each of its places."""
@@ -123,7 +200,7 @@ def answers(model: Model, prompts: Sequence[Sequence[int]], eos: set[int]) -> li
 
 @torch.inference_mode()
 def compared(
-    model: Model, prompts: Sequence[Sequence[int]], wanted: Sequence[tuple[list[int], list[Any]]]
+    model: Model | ModelByTorch, prompts: Sequence[Sequence[int]], wanted: Sequence[tuple[list[int], list[Any]]]
 ) -> dict[str, Any]:
     """Return the figures of a model along the answers of another."""
     divergences, agreed, equal, prefixes = [], [], 0, []
@@ -138,6 +215,7 @@ def compared(
         prefixes.append((same.index(False) if False in same else len(same)) / len(same))
     return {
         "divergence, mean": f"{np.mean(divergences):.5f}",
+        "99th percentile": f"{np.quantile(divergences, 0.99):.4f}",
         "99.9th percentile": f"{np.quantile(divergences, 0.999):.4f}",
         "most probable token agrees": f"{np.mean(agreed):.4f}",
         f"equal answers of {len(prompts)}": equal,
@@ -149,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=".cache/models/smollm2", help="a directory with a chat model in floats")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="only the first so many")
-    parser.add_argument("--forms", nargs="+", choices=[*PLAIN, *LOGGED], default=[*PLAIN, *LOGGED])
+    parser.add_argument("--forms", nargs="+", choices=[*PLAIN, Q8_0, *LOGGED], default=[*PLAIN, Q8_0, *LOGGED])
     args = parser.parse_args()
     say_kernels()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -165,6 +243,8 @@ def main() -> None:
         for form, settings in PLAIN.items()
         if form in args.forms
     ]
+    if Q8_0 in args.forms:
+        found.append({"form": Q8_0, **compared(ModelByTorch(args.model), prompts, wanted)})
     with tempfile.TemporaryDirectory() as root:
         for quantize in ("int8", "int4"):
             forms = {name: more for name, (kind, more) in LOGGED.items() if kind == quantize and name in args.forms}
