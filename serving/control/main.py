@@ -29,6 +29,7 @@ from ..metering.accounts.budget_alerts import BudgetAlerts
 from ..metering.accounts.keys import Keys
 from ..metering.ledger.store_clock import StoreClock
 from ..metering.store.checks import NoStore
+from ..metering.store.identity import ensure_identity
 from ..metering.store.outbox import EventOutbox
 from ..metering.store.store import Store
 from ..supervision.supervisor import Supervisor
@@ -39,6 +40,7 @@ from .engine_memory import EngineMemory
 from .fleet import Fleet
 from .following.counts import CanaryCounts
 from .following.follower import AliasFollower
+from .hosts.journals import JournalReader, read_engines
 from .model_sources import config_of, locate, with_files
 from .plan import PlanDirectory
 from .ray_runtime.runtime import RayRuntime, launch_of
@@ -81,9 +83,15 @@ def main(argv: list[str]) -> int:
         say("failed", message=str(error))
         return 1
     plan_directory = PlanDirectory(directory)
+    metered = spec.settings.database is not None
     supervisor = Supervisor(
-        state_dir=spec.runtime_dir, probe=generate_one, changed=changed.set, in_use=plan_directory.in_use
+        state_dir=spec.runtime_dir,
+        probe=generate_one,
+        changed=changed.set,
+        in_use=plan_directory.in_use,
+        store=ensure_identity(store).store_id if metered else "",
     )
+    journals = JournalReader(lambda: read_engines(store, supervisor.named_elsewhere()))
     outbox = EventOutbox(store, spec.settings.webhooks)
     endpoints = EndpointStore(store, locate=_locate_nothing, outbox=outbox)
     resolver_pool = ResolverPool(directory, limit=spec.settings.max_resolvers, timeout=spec.settings.resolve_timeout)
@@ -93,7 +101,6 @@ def main(argv: list[str]) -> int:
     fleet = Fleet(
         endpoints, name=gateway_name(spec.settings), gateway=plan_directory.gateway(), place=_gateway_place(spec)
     )
-    metered = spec.settings.database is not None
     follower = AliasFollower(
         endpoints,
         locate=functools.partial(locate, overrides=spec.engine, metered=metered, find=resolver_pool),
@@ -115,6 +122,8 @@ def main(argv: list[str]) -> int:
         say=say,
         over=over,
     )
+    if metered:
+        journals.start()
     try:
         reconciler.start({endpoint.name: config_of(endpoint) for endpoint in spec.endpoints})
         say("ready")
@@ -131,6 +140,8 @@ def main(argv: list[str]) -> int:
         return 1
     finally:
         reconciler.close()
+        if metered:
+            journals.close()
         fleet.leave()
         supervisor.close()
         if orphaned.is_set():

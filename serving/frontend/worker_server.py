@@ -98,8 +98,8 @@ def worker_server(spec: ServeSpec, directory: Path, cache_secret: bytes | None =
 
 def _open_engines(settings: ServerSettings, ledger: Ledger | None) -> Callable[..., Any]:
     """Return a function that attaches to engines; ``ledger`` reads what they write to the journal."""
-    journal = str(ledger.journal_dir) if ledger is not None else ""
-    return functools.partial(attach, journal=journal, timeout=settings.engine_timeout)
+    journal, store = (str(ledger.journal_dir), ledger.store_id) if ledger is not None else ("", "")
+    return functools.partial(attach, journal=journal, store=store, timeout=settings.engine_timeout)
 
 
 def _tokens(settings: ServerSettings) -> Tokens | None:

@@ -20,7 +20,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``addresses`` (``tcp://host:port``) are those of engines that run on other hosts, one replica each; none is started
     here. Those of a ``hosted`` engine, on hosts that have joined, change while it is kept. ``listen`` is where an
     engine process started here accepts clients on other hosts, which may load adapters from below ``adapter_dirs``.
-    All need ``key_file``.
+    All need ``key_file``. The engine journals for such clients below the state directory ``journals``.
     """
 
     bundle: Bundle
@@ -31,6 +31,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     listen: str | None = None
     key_file: str | None = None
     adapter_dirs: tuple[str, ...] = ()
+    journals: str = ""
     drain_timeout: float = 0.0
 
     def key(self) -> str:
@@ -72,6 +73,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             listen=self.listen,
             key_file=self.key_file,
             adapter_dirs=self.adapter_dirs,
+            journals=self.journals,
             drain_timeout=self.drain_timeout,
             over=over,
         )

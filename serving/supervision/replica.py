@@ -41,6 +41,7 @@ class Replica:
         in_use: Callable[[str], bool],
         ended: Callable[[Replica], object],
         adapters: AdapterSync,
+        store: str = "",
     ) -> None:
         self.state: ReplicaState = "starting"
         self.message = ""
@@ -51,6 +52,7 @@ class Replica:
         self._model = model
         self._probe, self._changed, self._in_use, self._ended = probe, changed, in_use, ended
         self.adapters = adapters
+        self._store = store
         self._draining = self._stopping = self._is_over = False
         self._lock = threading.Lock()
         self._num_probes = 0
@@ -70,6 +72,11 @@ class Replica:
     def is_here(self) -> bool:
         """Whether its engine is a process on this host."""
         return self._model.is_here
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether its engine was placed on a joined host."""
+        return self._model.hosted
 
     @property
     def is_draining(self) -> bool:
@@ -151,6 +158,7 @@ class Replica:
             away_timeout=AWAY_TIMEOUT,
             cancelled=self._over,
             content_hash=self._model.bundle.content_hash,
+            store=self._store,
             on_search_failure=self._note_failure,
         )
         self.engine = engine

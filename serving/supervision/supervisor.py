@@ -27,6 +27,7 @@ from msgspec import Struct
 from ..interface.engine import Engine, EngineInfo, Health
 from ..interface.errors import Conflict, InvalidField, NotFound, PackagingError
 from ..system.load_steps import LoadStep
+from ..transport.client.client import RemoteEngine
 from ..transport.discovery.state_directory import StateDirectory
 from .adapter_sync import NO_ADAPTERS, AdapterSync, WantedAdapters
 from .engine_spec import EngineSpec
@@ -100,7 +101,7 @@ class Supervisor:
 
     Only ``close`` and ``await_ready`` wait for engines. ``probe(engine)`` raises while the engine cannot work.
     ``changed()`` is called, on a replica's thread, whenever a state changes. ``in_use(address)`` says whether a worker
-    still has requests on a draining replica.
+    still has requests on a draining replica. ``store`` is the id of the server's ledger, for engines on other hosts.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class Supervisor:
         probe: Callable[[Engine], object] = lambda engine: None,
         changed: Callable[[], object] = lambda: None,
         in_use: Callable[[str], bool] = lambda address: False,
+        store: str = "",
     ) -> None:
+        self._store = store
         self._state_dir, self._probe, self._changed, self._in_use = state_dir, probe, changed, in_use
         self._entities: dict[str, _Entity] = {}
         self._lock = threading.RLock()
@@ -238,6 +241,13 @@ class Supervisor:
                 raise NotFound(f"replica {index} of {entity!r} is not ready")
             return engine
 
+    def named_elsewhere(self) -> list[RemoteEngine]:
+        """Return the clients of the engines on other hosts that were named, not placed there."""
+        with self._lock:
+            replicas = [one for found in self._entities.values() for one in found.replicas.values()]
+        engines = [one.engine for one in replicas if not one.is_here and not one.is_hosted]
+        return [one for one in engines if one is not None and one.generation]
+
     def await_ready(self, entity: str, *, replicas: int = 1, timeout: float = 60.0) -> EngineStatus:
         """Wait until so many replicas are ready, one has failed, or the time is over; return the status."""
         until = time.monotonic() + timeout
@@ -288,6 +298,7 @@ class Supervisor:
             in_use=self._in_use,
             ended=ended,
             adapters=AdapterSync(lambda: found.adapters),
+            store=self._store,
         )
 
     def _check_alike(self, found: _Entity, info: EngineInfo) -> None:

@@ -9,11 +9,14 @@
                            of bytes in the files before it
 
 The engine writes before it sends: its count is never below what any client has. ``metering.engine_journals`` reads it.
+An engine that clients on other hosts use keeps the journals of their requests on its own host, below the id of the
+store that the clients' ledger has (``journals_of``).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -22,6 +25,10 @@ from msgspec import Struct
 from .file_locks import LOCK, create_locked_directory, is_held
 from .progress import ProgressFile, read_progress
 
+ENGINES = "engines"
+STORE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+DONE = -1
+"""The position after everything in a journal that is not written any more."""
 FILE_BYTES = 1 << 20
 """A file of ended requests is followed by another from this size on, so that what was read can be removed."""
 
@@ -121,6 +128,15 @@ class WrittenJournal:
                 position += len(line)
         return found, position
 
+    def after(self, position: int, limit: int) -> tuple[list[Generated], int]:
+        """Return at most ``limit`` counts of requests that ended after byte ``position``, and the position after them.
+
+        At the end of a dead engine's journal, what it had not ended is added, and the position is ``DONE``.
+        """
+        final = self.is_final()  # checked first: if it is final, everything is there to be read below
+        found, reached = self.ended(position, limit)
+        return (found + self.running(), DONE) if final and len(found) < limit else (found, reached)
+
     def running(self) -> list[Generated]:
         """Return what a dead engine had generated for requests that it had not ended."""
         files = self._files()
@@ -156,6 +172,11 @@ def _whole_lines(path: Path, start: int) -> list[bytes]:
 def _parsed(line: bytes) -> Generated:
     _, tokens, request_id = line.decode().rstrip("\n").split(" ", 2)
     return Generated(request_id=request_id, tokens=int(tokens))
+
+
+def journals_of(state_dir: Path, store_id: str) -> Path:
+    """Return the directory in which the engines of a host keep the journals of a store."""
+    return state_dir / store_id / ENGINES
 
 
 def journals(root: Path) -> list[WrittenJournal]:

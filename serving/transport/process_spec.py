@@ -23,7 +23,8 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
 
     ``core`` is the ``module:name`` of a ``CoreFactory`` (``engine.interface``). ``lock_fd`` is the inherited file
     descriptor of the engine lock, which is held. ``listen`` is a TCP endpoint for clients on other hosts; ``key_file``
-    holds the key shared with them, and ``adapter_dirs`` are the directories they may load adapters from.
+    holds the key shared with them, ``adapter_dirs`` are the directories they may load adapters from, and the engine
+    keeps their journals below the state directory ``journals`` (``system.journal.journals_of``), "" for none.
     On SIGTERM, an engine with ``listen`` gives running requests ``drain_timeout`` seconds; any other ends once its last
     client has gone, or at a second SIGTERM. SIGQUIT ends running requests at once. ``control_fd`` is a warm standby's
     control socket to its engine (the standby also holds the engine's lock)."""
@@ -38,5 +39,6 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     listen: str | None = None
     key_file: str | None = None
     adapter_dirs: tuple[str, ...] = ()
+    journals: str = ""
     drain_timeout: float = 0.0
     control_fd: int = -1

@@ -16,8 +16,9 @@ from msgspec import Struct
 from ..interface.engine import AdapterInfo, EngineInfo, Health
 from ..interface.events import Event
 from ..interface.request import ValidRequest
+from ..system.journal import Generated
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Hello(Struct, frozen=True, tag="hello", array_like=True):
@@ -27,7 +28,8 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
     same on all connections of a client: the engine first aborts the requests of an earlier connection. ``journal`` is
     the directory on this host where the engine journals what it generates for this client (``serving.journal``), and
     ``counts`` the directory for its counters (``serving.counts``). The engine ignores ``client_id``, ``journal`` and
-    ``counts`` of a client that connects over TCP.
+    ``counts`` of a client that connects over TCP; such a client says in ``store`` of which store its ledger is ("" for
+    none), and the engine journals on its own host.
     """
 
     client_id: str
@@ -35,6 +37,7 @@ class Hello(Struct, frozen=True, tag="hello", array_like=True):
     name: str = ""
     journal: str = ""
     counts: str = ""
+    store: str = ""
 
 
 class Submit(Struct, frozen=True, tag="submit", array_like=True):
@@ -85,6 +88,18 @@ class ListAdapters(Struct, frozen=True, tag="adapters", array_like=True):
     call: int
 
 
+class ReadJournal(Struct, frozen=True, tag="journal", array_like=True):
+    """A question for the journals that this engine's host keeps for the client's store.
+
+    Without ``name``, it asks for their names. Else it asks for counts of the journal after ``position``, before which
+    all is in the ledger and may be forgotten; ``DONE`` says that the whole journal is.
+    """
+
+    call: int
+    name: str = ""
+    position: int = 0
+
+
 class Ping(Struct, frozen=True, tag="ping", array_like=True):
     """The keepalive of a client on another host, which has no lock file in the state directory."""
 
@@ -93,7 +108,9 @@ class Goodbye(Struct, frozen=True, tag="bye", array_like=True):
     """The client leaves; the engine aborts the requests that it still runs."""
 
 
-ToEngine: TypeAlias = Hello | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | ListAdapters | Ping | Goodbye
+ToEngine: TypeAlias = (
+    Hello | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | ListAdapters | ReadJournal | Ping | Goodbye
+)
 
 
 class Welcome(Struct, frozen=True, tag="welcome", array_like=True):
@@ -125,6 +142,16 @@ class Answer(Struct, frozen=True, tag="answer", array_like=True):
     param: str | None = None
 
 
+class JournalPage(Struct, frozen=True, tag="page", array_like=True):
+    """The reply to ``ReadJournal``: names of journals, or counts up to ``position``; ``DONE`` if no more will
+    follow."""
+
+    call: int
+    names: tuple[str, ...] = ()
+    counts: tuple[Generated, ...] = ()
+    position: int = 0
+
+
 class Closing(Struct, frozen=True, tag="closing", array_like=True):
     """The engine shuts down; no message follows."""
 
@@ -138,7 +165,7 @@ class Rejected(Struct, frozen=True, tag="stranger", array_like=True):
     reason: str
 
 
-ToClient: TypeAlias = Welcome | Events | Heartbeat | Answer | Closing | Rejected
+ToClient: TypeAlias = Welcome | Events | Heartbeat | Answer | JournalPage | Closing | Rejected
 
 _encoder = msgspec.msgpack.Encoder()
 _engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -28,7 +28,7 @@ class EngineProcess:
         self, bundle: Bundle, key_file: str, runtime: Path, *options: str, address: str | None, prefix: tuple[str, ...]
     ) -> None:
         self.address = address or f"tcp://127.0.0.1:{free_port()}"
-        self.runtime, self._log = runtime, runtime / "log"
+        self.runtime, self._log, self.state = runtime, runtime / "log", runtime / "state"
         model = EngineSpec(bundle=bundle, core=GATED_CORE, settings=EngineSettings(idle_timeout=0.3))
         spec = runtime / "model.json"
         spec.write_bytes(msgspec.json.encode(model))
@@ -52,7 +52,12 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": python_path(),
+                    "MLFLOW_LLM_STATE": str(self.state),
+                },
             )
 
     def await_ready(self, seconds: float = 240) -> None:

@@ -98,11 +98,12 @@ def running(
     payload_log: PayloadLog | None = None,
     runtime_dir: str | None = None,
     in_worker: str = "",
+    hosts: int = 0,
     **settings: object,
 ) -> Iterator[Running]:
     """Start a server of ``bundle`` as one endpoint, and of ``more``; wait until it is ready, or says ``until``, and end
     it with all its processes. ``runtime_dir`` is where it shares engines with other servers, ``in_worker`` is Python
-    code that each worker runs first."""
+    code that each worker runs first; ``hosts`` is on how many joined hosts the endpoint has an engine."""
     port = free_port()
     # a short path of our own: Unix sockets' names are limited to about 100 bytes
     with tempfile.TemporaryDirectory(prefix="mll-") as runtime:
@@ -118,6 +119,8 @@ def running(
                     addresses=addresses,
                     key_file=key_file,
                     payload_log=payload_log,
+                    placement="hosts" if hosts else None,
+                    replicas=hosts or None,
                 ),
                 *more,
             ),

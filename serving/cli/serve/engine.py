@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
 from typing import Any
 
 import click
 import msgspec
 
+from ...control.settings import default_state_dir
 from ...supervision.engine_host import NAME, EngineHost
 from ...supervision.engine_spec import EngineSpec
 from ...transport.auth import check_address, read_key, write_key
@@ -120,6 +123,7 @@ def engine(
         listen=listen,
         key_file=key_file,
         adapter_dirs=adapter_dirs,
+        journals=journal_root(),
         drain_timeout=drain_timeout,
     )
     host = EngineHost(model, probe=generate_one, say=say, state_dir=runtime_dir)
@@ -137,6 +141,20 @@ def engine_key(file: str) -> None:
     """
     write_key(file)
     click.echo(f"wrote a new key to {file}", err=True)
+
+
+def journal_root() -> str:
+    """Return where this host keeps the counts of what its engine generates; "", with a warning, if it has no place."""
+    try:
+        found = default_state_dir()
+        found.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(found, os.W_OK):
+            raise PermissionError(errno.EACCES, f"{found} cannot be written")
+    except OSError as error:
+        text = f"servers do not learn what this engine generates, beyond what they receive: {error.strerror or error}"
+        start_log.say(text, "journals", level=logging.WARNING)
+        return ""
+    return str(found)
 
 
 def _model(model_uri: str | None, spec_file: str | None, config: tuple[str, ...]) -> EngineSpec:

@@ -14,6 +14,7 @@ import click
 
 from ...control.hosts.agent import HostAgent
 from ...control.hosts.host_identity import HostIdentity
+from ...control.hosts.journals import HostJournals
 from ...control.model_sources import with_files
 from ...control.settings import default_state_dir
 from ...endpoints.engine_hosts import EngineHosts, HostDevice, Offer, Start
@@ -77,6 +78,7 @@ def run_joined(
             grants=grants,
             say=say,
             state_dir=state_dir,
+            journals=HostJournals(store, default_state_dir()),
             **options,
         )
         for ending in (signal.SIGTERM, signal.SIGINT):

@@ -34,6 +34,7 @@ from ...transport.auth import check_address
 from ...transport.discovery.state_directory import StateDirectory
 from ...transport.process_spec import ENGINE_CORE
 from ..engine_memory import GIB, estimated_size
+from .journals import HostJournals
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,8 @@ class HostAgent:
     ``find`` fetches the model of an entity and raises ``PackagingError``, ``ServingError``. ``listen``
     (``tcp://host:port``) is the first address of its engines, the next ones have the ports after it; ``key_file`` has
     the key of their clients. ``grants`` are engine settings that run code which is not this package's, as this host
-    allows them, and ``adapter_dirs`` where adapters may be loaded from. ``probe(engine)`` raises while an engine
-    cannot work.
+    allows them, and ``adapter_dirs`` where adapters may be loaded from. ``journals`` count what its engines generate.
+    ``probe(engine)`` raises while an engine cannot work.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class HostAgent:
         adapter_dirs: tuple[str, ...] = (),
         drain_timeout: float = 30.0,
         state_dir: str | None = None,
+        journals: HostJournals | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         say: Say = lambda stage, **fields: None,
@@ -94,6 +96,7 @@ class HostAgent:
         self._hosts, self._find, self._say = hosts, find, say
         self._address, self._first_port = reachable(listen)
         self._key_file, self._drain_timeout, self._state_dir = key_file, drain_timeout, state_dir
+        self._journals = journals
         self._grants, self._adapter_dirs, self._monotonic = dict(grants or {}), adapter_dirs, monotonic
         self._own = EngineHost(
             host=host,
@@ -121,6 +124,8 @@ class HostAgent:
     def run(self) -> None:
         """Run until ``stop``. Raises ``Conflict`` if another process joins as this host."""
         self.join()
+        if self._journals is not None:
+            self._journals.start()
         try:
             while not self._over.is_set():
                 self.tick()
@@ -236,7 +241,11 @@ class HostAgent:
         """Return ``spec`` at an address of this host: that of an engine of an earlier command which still runs, or a
         free one."""
         spec = msgspec.structs.replace(
-            spec, key_file=self._key_file, adapter_dirs=self._adapter_dirs, drain_timeout=self._drain_timeout
+            spec,
+            key_file=self._key_file,
+            adapter_dirs=self._adapter_dirs,
+            journals="" if self._journals is None else self._journals.root,
+            drain_timeout=self._drain_timeout,
         )
         if before := self._before.get(run.id):
             known = msgspec.structs.replace(spec, listen=before)
@@ -303,6 +312,8 @@ class HostAgent:
             self._end(engine)
         for ender in self._enders:
             ender.join()
+        if self._journals is not None:
+            self._journals.close()
         try:
             self._hosts.leave(self._own)
         except ServingError as error:  # the leader notices the silence

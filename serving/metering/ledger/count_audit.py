@@ -2,8 +2,9 @@
 
 What was received is known when a lease is settled (``Lease``). What was generated is known when the engines' journals
 have been read, a few seconds later: the audit therefore looks at a settled row after a minute. A row that breaks the
-rule is counted, logged and corrected on the safe side: what was sent is billed, and what was received was generated. A
-count that arrives after all takes the place of what was assumed (``engine_journals``).
+rule is counted, logged and corrected on the safe side: what was sent is billed, and what was received was generated. So
+is a row without any count, as while the host of its engine is away. A count that arrives after all takes the place of
+what was assumed (``engine_journals``).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ BATCH_ROWS = 200
 MAX_WAITING = 1_000_000
 BILLED_BELOW_RECEIVED = "billed_below_received"
 GENERATED_BELOW_BILLED = "generated_below_billed"
+GENERATED_UNKNOWN = "generated_unknown"
 
 _short = sa.select(ledger.c.request_id, ledger.c.completion_tokens, ledger.c.generated_tokens).where(
     ledger.c.request_id.in_(sa.bindparam("ids", expanding=True)),
@@ -60,8 +62,6 @@ class CountAudit:
     """The audit of the rows that one process settles, and once, when it begins, of those that others settled before.
 
     ``on_violation`` is called with the name of each broken rule.
-
-    A row without any count of its engine is no violation: engines on other hosts keep no journal here.
     """
 
     def __init__(self, store: Store, *, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
@@ -105,6 +105,15 @@ class CountAudit:
                 counts = f"{row.completion_tokens} tokens are billed, {row.generated_tokens} were counted"
                 text = f"{counts} by its engines; {row.completion_tokens} are taken as generated"
                 self.violated(GENERATED_BELOW_BILLED, row.request_id, text)
+            else:
+                self.on_violation(GENERATED_UNKNOWN)
+        if unknown := [row.request_id for row in found if not row.generated_tokens]:
+            log.warning(
+                "%d settled requests (%s, …) have no count of their engines, whose host may be away; until it comes, "
+                "what is billed is taken as generated",
+                len(unknown),
+                unknown[0],
+            )
         return len(rows)
 
     def _next(self) -> list[str]:

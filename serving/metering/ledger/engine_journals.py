@@ -2,27 +2,30 @@
 
 A journal's position moves in the same transaction as the rows, so each count is added exactly once, whichever process
 of this host comes first and however often one of them is killed.
+
+The journals of an engine on another host are read by that host's command if it has joined the database, else by every
+server that uses the engine, over its connection (``collect_remote``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import sqlalchemy as sa
 
 from ...system.file_locks import try_acquire
-from ...system.journal import Generated, WrittenJournal
+from ...system.journal import DONE, ENGINES, Generated, WrittenJournal
 from ...system.journal import journals as written_journals
 from ..store.store import Store
 from ..store.tables import journals, ledger
-from .store_directory import ENGINES
 
 BATCH_ROWS = 200
 """Rows a transaction: a few milliseconds of the store's write lock."""
 MAX_BATCHES = 100
 """At most so many a journal and round: an engine that writes faster than the store takes must not hold up the rest."""
-DONE = -1
 
 # counts take the place of what was assumed without them (``count_audit``)
 _counted = ledger.c.generated_tokens - ledger.c.assumed_tokens + sa.bindparam("tokens")
@@ -37,9 +40,27 @@ _add = (
 )
 
 
+class ReadableJournal(Protocol):
+    """A journal, here or on another host (``WrittenJournal``)."""
+
+    name: str
+
+    def after(self, position: int, limit: int, /) -> tuple[list[Generated], int]: ...
+    def forget(self, position: int, /) -> None: ...
+    def remove(self) -> bool: ...
+
+
 def collect(store: Store, state_dir: Path) -> int:
     """Add the new counts in this host's journals to the ledger, and return how many."""
     return sum(_collect(store, journal) for journal in written_journals(state_dir / ENGINES))
+
+
+def collect_remote(store: Store, journals: Iterable[ReadableJournal]) -> int:
+    """Add the new counts in journals of other hosts to the ledger, and return how many.
+
+    Nothing keeps several readers apart but the positions, so those of journals that are done stay in the store.
+    """
+    return sum(_read(store, journal, forget_position=False) for journal in journals)
 
 
 def _collect(store: Store, journal: WrittenJournal) -> int:
@@ -57,23 +78,19 @@ def _collect(store: Store, journal: WrittenJournal) -> int:
         reader.release()
 
 
-def _read(store: Store, journal: WrittenJournal) -> int:
-    final = journal.is_final()  # checked first: if it is final, everything is there to be read below
+def _read(store: Store, journal: ReadableJournal, *, forget_position: bool = True) -> int:
     position, added = _position(store, journal.name), 0
     for _ in range(MAX_BATCHES):
         if position == DONE:
             break
-        found, reached = journal.ended(position, BATCH_ROWS)
-        last = final and len(found) < BATCH_ROWS
-        if not found and not last:
+        found, reached = journal.after(position, BATCH_ROWS)
+        if reached == position:
             break
-        if last:
-            found, reached = found + journal.running(), DONE
         if not _apply(store, journal.name, found, position, reached):
             return added  # another process was first
         position, added = reached, added + len(found)
         journal.forget(position)
-    if position == DONE and journal.remove():
+    if position == DONE and journal.remove() and forget_position:
         store.write(lambda c: c.execute(sa.delete(journals).where(journals.c.journal == journal.name)))
     return added
 

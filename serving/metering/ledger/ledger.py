@@ -137,6 +137,11 @@ class Ledger:
         """The directory in which this host's engines keep their journals; their clients tell them."""
         return (self.state_dir / ENGINES).absolute()
 
+    @property
+    def store_id(self) -> str:
+        """The id of the ledger's store, by which engines on other hosts know it."""
+        return self.state_dir.name
+
     def now_ms(self) -> int:
         return int(self._clock() * 1000)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from ...system.journal import WrittenJournal, journals
+from ...system.journal import ENGINES, WrittenJournal, journals
 from ...system.progress import read_progress
 from ..store.identity import Identity, ensure_identity
 from ..store.store import Store
@@ -26,8 +26,6 @@ from .lease_owner import OWNERS, DeadOwner, take_over
 from .spool import spooled_ids
 
 log = logging.getLogger(__name__)
-
-ENGINES = "engines"
 
 
 def open_directory(store: Store, root: Path) -> Path:

@@ -16,18 +16,20 @@ import msgspec
 
 from ...interface.bundle import Bundle
 from ...interface.engine import AdapterInfo, Engine, EngineInfo, EventQueue, EventStream, Health
-from ...interface.errors import ServingError, ShuttingDown
+from ...interface.errors import ServingError, ShuttingDown, Unavailable
 from ...interface.events import Failed
 from ...interface.request import ValidRequest
 from ...interface.settings import EngineSettings
 from ..discovery.attacher import Attacher
 from ..discovery.launcher import Launcher, Progress
+from ..protocol import JournalPage
 from .event_stream import RemoteStream, RequestHandle, event_buffer
 from .finder import Finder
 from .io_loop import IoLoop, WaitOptions
 from .poller import Poller, ThreadPoller
-from .protocol_state import ClientState
+from .protocol_state import Answered, ClientState
 
+JOURNAL_TIMEOUT = 5.0  # seconds that a page of a journal may take
 JOIN_TIMEOUT = 5.0  # seconds that the interpreter's exit may wait for a goodbye
 # the gauges while there is no engine
 AWAY = dict.fromkeys(("num_running", "num_waiting", "num_provisioned", "kv_tokens_used", "num_standbys"), 0)
@@ -39,15 +41,18 @@ class _Call:
     def __init__(self, box: Any) -> None:
         self._box = box
 
-    def answer(self, result: tuple[AdapterInfo, ...] | ServingError) -> None:
+    def answer(self, result: Answered | ServingError) -> None:
         self._box.put(result)
 
-    def wait(self) -> tuple[AdapterInfo, ...]:
-        result = self._box.get()
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the answer. Raises the error that is the answer, and ``Unavailable`` after ``timeout`` seconds."""
+        try:
+            result = self._box.get(timeout=timeout)
+        except queue.Empty:
+            raise Unavailable("the engine did not answer", retry_after=1.0) from None
         if isinstance(result, ServingError):
             raise result
-        found: tuple[AdapterInfo, ...] = result
-        return found
+        return result
 
 
 class RemoteEngine(Engine):
@@ -55,8 +60,8 @@ class RemoteEngine(Engine):
 
     ``make_finder`` returns a new ``Finder``; it is called again in a forked child, which is a separate client.
 
-    See ``IoLoop`` for ``stall_timeout`` and ``keep``, and ``ClientState`` for ``journal``, ``counts`` and
-    ``content_hash``.
+    See ``IoLoop`` for ``stall_timeout`` and ``keep``, and ``ClientState`` for ``journal``, ``counts``,
+    ``content_hash`` and ``store``.
     """
 
     def __init__(
@@ -68,9 +73,10 @@ class RemoteEngine(Engine):
         journal: str = "",
         counts: str = "",
         content_hash: str = "",
+        store: str = "",
         **options: Unpack[WaitOptions],
     ) -> None:
-        self._identity = {"journal": journal, "counts": counts, "content_hash": content_hash}
+        self._identity = {"journal": journal, "counts": counts, "content_hash": content_hash, "store": store}
         self._reopening = threading.Lock()
         self._make_finder = make_finder
         self._stall_timeout, self._keep, self._options = stall_timeout, keep, options
@@ -210,11 +216,23 @@ class RemoteEngine(Engine):
     def adapters(self) -> tuple[AdapterInfo, ...]:
         return self._call(lambda state, call: state.list_adapters(call))
 
+    def read_journal(self, name: str = "", position: int = 0) -> JournalPage:
+        """Ask an engine on another host for its journals of this client's store (``protocol.ReadJournal``).
+
+        Raises ``ServingError``, also if the engine does not answer soon.
+        """
+        found: JournalPage = self._ask(lambda state, call: state.read_journal(name, position, call), JOURNAL_TIMEOUT)
+        return found
+
     def _call(self, ask: Callable[[ClientState, _Call], None]) -> tuple[AdapterInfo, ...]:
+        found: tuple[AdapterInfo, ...] = self._ask(ask, None)
+        return found
+
+    def _ask(self, ask: Callable[[ClientState, _Call], None], timeout: float | None) -> Any:
         call = _Call(self._queue())
         if not self.post(lambda state: ask(state, call)):
             raise ShuttingDown("the engine was closed")
-        return call.wait()
+        return call.wait(timeout)
 
     def health(self) -> Health:
         """Return the health from the last heartbeat, without asking the engine.

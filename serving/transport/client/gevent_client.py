@@ -117,11 +117,12 @@ def attach(
     content_hash: str = "",
     journal: str = "",
     counts: str = "",
+    store: str = "",
 ) -> GeventEngine:
     """Do the same as ``client.attach``, for a gevent worker.
 
-    For ``journal`` and ``counts`` see ``protocol.Hello``. ``first_timeout`` replaces ``timeout`` until the first engine
-    is found.
+    For ``journal``, ``counts`` and ``store`` see ``protocol.Hello``. ``first_timeout`` replaces ``timeout`` until
+    the first engine is found.
     """
 
     def make() -> Attacher:
@@ -136,6 +137,7 @@ def attach(
         content_hash=content_hash,
         journal=journal,
         counts=counts,
+        store=store,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ...interface.engine import AdapterInfo, EngineInfo, Health
 from ...interface.errors import EngineDied, PoisonRequest, ServingError, ShuttingDown, from_kind
@@ -22,21 +22,29 @@ DRAIN_RETRY_AFTER = 5.0  # seconds
 MAX_GENERATIONS = 16  # number of engine processes whose last heartbeat is kept
 
 
+Answered: TypeAlias = tuple[AdapterInfo, ...] | m.JournalPage
+Call: TypeAlias = m.LoadAdapter | m.UnloadAdapter | m.ListAdapters | m.ReadJournal
+
+
 class Waiter(Protocol):
     """A call that waits. ``answer`` is called once, with the call's result or the error that it raises."""
 
-    def answer(self, result: tuple[AdapterInfo, ...] | ServingError) -> None: ...
+    def answer(self, result: Answered | ServingError) -> None: ...
 
 
 class ClientState:
     """The requests and calls of one client, numbered by the client, and what it knows about its engine.
 
     ``name`` is the same on all connections. ``journal`` and ``counts`` are directories for the engine's journal and
-    counters (``protocol.Hello``), "" for none. An engine with another ``content_hash`` is refused; "" accepts any.
+    counters, and ``store`` the id of the ledger's store (``protocol.Hello``), "" for none. An engine with another
+    ``content_hash`` is refused; "" accepts any.
     """
 
-    def __init__(self, name: str, *, journal: str = "", counts: str = "", content_hash: str = "") -> None:
+    def __init__(
+        self, name: str, *, journal: str = "", counts: str = "", content_hash: str = "", store: str = ""
+    ) -> None:
         self.name, self.journal, self.counts, self.content_hash = name, journal, counts, content_hash
+        self.store = store
         self.outbox: deque[bytes] = deque()
         self.info: EngineInfo | None = None
         self.generation = ""
@@ -49,7 +57,7 @@ class ClientState:
         self.progressed = True  # whether there was progress since the loop last checked
         self._running: dict[int, InflightRequest] = {}
         self._alone: InflightRequest | None = None  # a suspected poison request; all others wait for its first event
-        self._calls: dict[int, tuple[m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, Waiter]] = {}
+        self._calls: dict[int, tuple[Call, Waiter]] = {}
         self._last_number = 0
         self.resumes = False  # whether the engine can resume a sequence: only then are requests paused
 
@@ -70,7 +78,8 @@ class ClientState:
         """Start over on a new connection: the state of the old one is no longer valid."""
         self.outbox.clear()
         self.generation, self.closing, self.lost, self.refused = "", None, False, ""
-        self.outbox.append(m.encode(m.Hello(client_id, name=self.name, journal=self.journal, counts=self.counts)))
+        hello = m.Hello(client_id, name=self.name, journal=self.journal, counts=self.counts, store=self.store)
+        self.outbox.append(m.encode(hello))
 
     def submit(self, request: ValidRequest, sink: EventSink) -> int:
         """Run a request and return its number on this connection."""
@@ -176,7 +185,10 @@ class ClientState:
     def list_adapters(self, waiter: Waiter) -> None:
         self._call(m.ListAdapters(self._next()), waiter)
 
-    def _call(self, message: m.LoadAdapter | m.UnloadAdapter | m.ListAdapters, waiter: Waiter) -> None:
+    def read_journal(self, name: str, position: int, waiter: Waiter) -> None:
+        self._call(m.ReadJournal(self._next(), name, position), waiter)
+
+    def _call(self, message: Call, waiter: Waiter) -> None:
         self._calls[message.call] = (message, waiter)
         if self.welcome:
             self.outbox.append(m.encode(message))
@@ -207,6 +219,8 @@ class ClientState:
             case m.Answer():
                 self.progressed = True
                 self._answer(message)
+            case m.JournalPage(call):
+                self._answer_call(call, message)
             case m.Welcome():
                 self._welcomed(message)
             case m.Closing(reason):
@@ -234,11 +248,14 @@ class ClientState:
             self._start_waiting()
 
     def _answer(self, message: m.Answer) -> None:
-        call = self._calls.pop(message.call, None)
+        failed = message.kind is not None
+        error = from_kind(message.kind or "", message.message, param=message.param) if failed else None
+        self._answer_call(message.call, error if error is not None else message.adapters)
+
+    def _answer_call(self, number: int, result: Answered | ServingError) -> None:
+        call = self._calls.pop(number, None)
         if call is not None:
-            failed = message.kind is not None
-            error = from_kind(message.kind or "", message.message, param=message.param) if failed else None
-            call[1].answer(error if error is not None else message.adapters)
+            call[1].answer(result)
 
     def _welcomed(self, message: m.Welcome) -> None:
         """Submit all running requests as continuations; at the first welcome, that is the request itself."""

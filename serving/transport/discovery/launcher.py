@@ -111,6 +111,7 @@ class Launcher:
         listen: str | None = None,
         key_file: str | None = None,
         adapter_dirs: Sequence[str] = (),
+        journals: str = "",
         drain_timeout: float = 0.0,
         replica: int = 0,
         sleep: Sleep = time.sleep,
@@ -122,6 +123,7 @@ class Launcher:
         self.listen, self.drain_timeout = listen, drain_timeout
         self.key_file = os.path.abspath(key_file) if key_file else None  # the engine has another working directory
         self.adapter_dirs = tuple(map(os.path.abspath, adapter_dirs))
+        self.journals = os.path.abspath(journals) if journals else ""
         self.client_id = uuid.uuid4().hex
         self.generation = ""
         self.secret: bytes | None = None
@@ -222,6 +224,7 @@ class Launcher:
             listen=self.listen,
             key_file=self.key_file,
             adapter_dirs=self.adapter_dirs,
+            journals=self.journals,
             drain_timeout=self.drain_timeout,
         )
         python = None if self.settings.engine == "native" else self.settings.engine_python

@@ -2,7 +2,8 @@
 
 A client on this host is alive while it holds its lock file (``state_directory``), a client on another host while it
 pings. Clients on other hosts use a separate socket, which identifies them no matter what they claim: the only paths on
-this host that they may name are adapters below ``adapter_dirs``.
+this host that they may name are adapters below ``adapter_dirs``. The journals of their requests are kept here, and they
+read them over their connection.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -21,12 +23,14 @@ from ...interface.errors import Aborted, InternalError, PermissionDenied, Servin
 from ...interface.events import Event, Failed, Logits, is_terminal
 from ...interface.request import ValidRequest
 from ...interface.settings import EngineSettings
+from ...system.journal import STORE_ID, journals_of
 from .. import protocol as m
 from ..discovery.state_directory import RuntimeAdapter, StateDirectory
 from ..wake_pipe import WakePipe
 from .counters import CounterWriter
 from .drain import Drain
 from .journal import MeteredRequests
+from .journal_pages import read_page
 from .standby import WarmStandby
 
 logger = logging.getLogger(__name__)
@@ -57,11 +61,14 @@ class _Peer:
 
     __slots__ = ("client_id", "counts", "is_local", "journal", "name", "open", "seen")
 
-    def __init__(self, hello: m.Hello, *, is_local: bool) -> None:
-        """Use only the name of a client that connects over TCP; its statements about this host are ignored."""
+    def __init__(self, hello: m.Hello, *, is_local: bool, journals: str) -> None:
+        """Use only the names of a client that connects over TCP, and of its store, whose journals are below
+        ``journals``; its statements about this host are ignored."""
         self.name, self.is_local = hello.name, is_local
         self.client_id = hello.client_id if is_local else ""
         self.journal, self.counts = (hello.journal, hello.counts) if self.client_id else ("", "")
+        if not is_local and journals and STORE_ID.fullmatch(hello.store):
+            self.journal = str(journals_of(Path(journals), hello.store))
         self.open: dict[int, _Open] = {}
         self.seen = time.monotonic()
 
@@ -83,6 +90,7 @@ class EngineServer:
         *,
         remote: Any = None,
         adapter_dirs: Sequence[str] = (),
+        journals: str = "",
         drain_timeout: float = 0.0,
         in_place: Callable[[], bool] = lambda: True,
         standby: WarmStandby | None = None,
@@ -95,6 +103,7 @@ class EngineServer:
         self.poller.register(self._pipe.fd, zmq.POLLIN)
         core.on_work(self._pipe.wake)
         self._adapter_dirs = [os.path.realpath(path) for path in adapter_dirs]
+        self._journals = journals
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
         self.info, self.generation = info, generation
         self.peers: dict[bytes, _Peer] = {}
@@ -183,6 +192,8 @@ class EngineServer:
                     self.core.finish(peer.open[number].request_id, index)
             case m.Goodbye():
                 self._drop(identity)
+            case m.ReadJournal():
+                self._send(identity, read_page(peer.journal, message))
             case m.LoadAdapter() | m.UnloadAdapter() | m.ListAdapters():
                 self._send(identity, self._call(peer, message))
             case _:
@@ -197,7 +208,7 @@ class EngineServer:
             named = ((known, peer) for known, peer in self.peers.items() if peer.name == hello.name)
             for known in [known for known, peer in named if peer.is_local == is_local]:
                 self._drop(known)
-        self.peers[identity] = _Peer(hello, is_local=is_local)
+        self.peers[identity] = _Peer(hello, is_local=is_local, journals=self._journals)
         self._counters.keep({peer.counts for peer in self.peers.values()}, self.core.health())
         self._send(identity, m.Welcome(self.generation, self.info, self._health()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from engine_process import EngineProcess, engine_process
 from gated_core import steps_up_to
 from instant_model import write_instant_model
@@ -20,6 +22,8 @@ from server_calls import BODY, LONG, ask, asking, health, idle, text_and_usage, 
 from serving_process import Running, running
 
 from mlflow_llm.serving.interface.bundle import Bundle
+from mlflow_llm.serving.metering import Store
+from mlflow_llm.serving.metering.store.tables import ledger
 from mlflow_llm.serving.transport.auth import write_key
 
 
@@ -52,9 +56,18 @@ Pair = tuple[Running, EngineProcess]
 
 
 @pytest.fixture(scope="module")
-def one(bundle: Bundle, key: str) -> Iterator[Pair]:
-    """Yield a server over one engine."""
-    with engine_process(bundle, key) as engine, running(bundle, addresses=(engine.address,), key_file=key) as server:
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'serving.db'}"
+
+
+@pytest.fixture(scope="module")
+def one(bundle: Bundle, key: str, database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Yield a server over one engine, with a ledger."""
+    state = str(tmp_path_factory.mktemp("state"))
+    with (
+        engine_process(bundle, key) as engine,
+        running(bundle, addresses=(engine.address,), key_file=key, database=database, state_dir=state) as server,
+    ):
         yield server, engine
 
 
@@ -140,6 +153,25 @@ def test_the_only_engine_comes_back(one: Pair, expected: tuple[str, dict]) -> No
         waiting = pool.submit(ask, server, BODY)
         engine.start()
         assert waiting.result()[0] == 200
+
+
+def test_the_host_of_a_killed_engine_has_its_counts(one: Pair, database: str) -> None:
+    """The ledger has what an engine on another host had generated before kill -9, and what its successor did: rows have
+    at least what was received, without any assumption, and the host keeps nothing that was read.
+    """
+    server, engine = one
+    pid, tokens = engine.pid(), LASTING["max_tokens"]
+    assert len(streams(server, 3, lambda: os.kill(pid, signal.SIGKILL))) == 3
+    with contextlib.closing(Store(database)) as store:
+        query = sa.select(ledger.c.completion_tokens, ledger.c.generated_tokens, ledger.c.assumed_tokens)
+        last = query.where(ledger.c.task == "chat").order_by(ledger.c.started_ms.desc()).limit(3)
+
+        def rows() -> list[sa.Row]:
+            return store.read(lambda connection: list(connection.execute(last)))
+
+        until(lambda: all(row.generated_tokens >= tokens for row in rows()))
+        assert [(row.completion_tokens, row.assumed_tokens) for row in rows()] == [(tokens, 0)] * 3
+        until(lambda: len(list(engine.state.glob("*/engines/*"))) == 1)  # that of the engine that runs
 
 
 def test_a_killed_command_is_started_again(one: Pair, expected: tuple[str, dict]) -> None:

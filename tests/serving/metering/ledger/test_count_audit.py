@@ -76,7 +76,7 @@ def test_counts_that_arrive_late_replace_what_was_assumed(ledger, store, clock, 
     ledger.reserve(reserve_of("r1")).settle(completion=5)
     after_a_minute(ledger, clock)
     assert counts(store) == {"r1": (5, 5)}
-    assert broken == {}  # an engine of another host keeps no journal here
+    assert broken == {"generated_unknown": 1}  # the host of its engine may be away
     for name, tokens, expected in (("a", 2, 5), ("b", 4, 6), ("c", 1, 7)):
         journalled(ledger, name, r1=tokens)
         ledger.maintain()
