@@ -19,6 +19,7 @@ import psutil
 from msgspec import Struct
 
 from ..endpoints.config import EntityConfig, ModelSource
+from ..interface.bundle import WEIGHTS
 from ..interface.engine import EngineRecord
 from ..interface.errors import PackagingError
 from ..supervision.supervisor import EngineStatus
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 3.0  # seconds after its last use before an engine counts as idle: another request may be on its way
 MEASURE_SECONDS = 5.0  # seconds
-WEIGHTS = (".safetensors", ".gguf", ".bin")
 GIB = 2**30
 
 

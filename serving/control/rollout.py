@@ -146,7 +146,8 @@ class Rollout:
                 self.failed_logs[entity.config.name] = status.failed[0].failed_log
                 self._fail(f"{entity.config.name}: {status.failed[0].message}")
                 return
-            if not status.ready and self._hosted is not None and (why := self._hosted.problem(entity.key)):
+            why = "" if status.ready or self._hosted is None else self._hosted.problem(entity.key, entity.config)
+            if why:
                 self._fail(f"{entity.config.name}: {why}")
                 return
             if status.ready:

@@ -227,6 +227,7 @@ def _entity_anywhere(entity: EntityConfig) -> EntityConfig:
         tokenizer_dir="",
         adapters=dict.fromkeys(bundle.adapters, ""),
         chat_templates=dict.fromkeys(bundle.chat_templates, ""),
+        weight_bytes=0,
         draft=draft,
     )
     return msgspec.structs.replace(entity, source=msgspec.structs.replace(entity.source, bundle=bundle))

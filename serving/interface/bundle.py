@@ -27,6 +27,9 @@ from .tool_format import ToolFormat
 
 ADAPTER_TEMPLATE = "chat_template.jinja"  # in the directory of an adapter that has one of its own
 
+WEIGHTS = (".safetensors", ".gguf", ".bin")
+"""The suffixes of files of weights."""
+
 POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
 
@@ -106,7 +109,9 @@ class Bundle(Struct, frozen=True, kw_only=True):
     adapter; None is the base. ``tool_formats`` says, by the name of the chat template, how calls are written; for other
     templates it is detected. ``draft`` is the draft model, if a setting names one. ``model_hashes`` has the SHA-256
     that the manifest gives for each file in ``model_dir``, by relative path; most loads compare only sizes, so a file
-    may have another. It is empty where there is no manifest. ``images`` is None for models that read only text.
+    may have another. It is empty where there is no manifest. ``weight_bytes`` are those of the files of weights in
+    ``model_dir``, also where these were not fetched; 0 if that is not known. ``images`` is None for models that read
+    only text.
     """
 
     content_hash: str
@@ -121,6 +126,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
     default_adapter: str | None = None
     draft: DraftBundle | None = None
     model_hashes: dict[str, str] = {}
+    weight_bytes: int = 0
     images: ImageSpec | None = None
 
 

@@ -46,6 +46,7 @@ def read_bundle(root: Path, verify: Verify | None = None, *, weights: bool = Tru
         tool_formats=manifest.tool_formats,
         default_adapter=manifest.default_adapter,
         model_hashes=manifest.model_hashes,
+        weight_bytes=manifest.weight_bytes,
         images=manifest.images,
     )
 
@@ -117,5 +118,6 @@ def _over_base(manifest: Manifest, root: Path, own: dict[str, str], base: Bundle
         tool_formats=manifest.tool_formats or base.tool_formats,
         default_adapter=manifest.default_adapter,
         model_hashes=base.model_hashes,
+        weight_bytes=base.weight_bytes,
         images=base.images,
     )

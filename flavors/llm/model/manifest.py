@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from ....serving.interface.bundle import CrossEncoderSpec, EmbeddingSpec, ImageSpec
+from ....serving.interface.bundle import WEIGHTS, CrossEncoderSpec, EmbeddingSpec, ImageSpec
 from ....serving.interface.errors import PackagingError, shown
 from ....serving.interface.request import Task
 from ....serving.interface.tool_format import ToolFormat
@@ -84,6 +84,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def model_hashes(self) -> dict[str, str]:
         """The SHA-256 of each file in ``model/``, by its path there."""
         return {path[len(MODEL) :]: entry.sha256 for path, entry in self.files.items() if path.startswith(MODEL)}
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of all files of weights in ``model/``."""
+        files = self.files.items()
+        return sum(entry.size for path, entry in files if path.startswith(MODEL) and path.endswith(WEIGHTS))
 
 
 def describe(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from ...endpoints.config import EntityConfig
 from ...endpoints.engine_hosts import EngineHosts, Placed
-from .placer import may_run
+from ..engine_memory import GIB
+from .host_room import has_room, needed, refusal
 
 LOOK_SECONDS = 0.5
 NO_HOST_SECONDS = 20.0
@@ -42,22 +44,23 @@ class HostedEngines:
         """Return where the replicas of ``engine`` answer."""
         return tuple(said.address for _, _, said in self._placed.of(engine) if said.state == "READY")
 
-    def problem(self, engine: str) -> str:
-        """Return why no replica of ``engine`` runs, or is going to; "" while one does or is being loaded.
+    def problem(self, engine: str, entity: EntityConfig) -> str:
+        """Return why no replica of ``engine``, which is that of ``entity``, runs or is going to; "" while one does or
+        is being loaded.
 
         Raises ``Unavailable``.
         """
-        if not self._problem(engine):
+        if not self._problem(engine, entity):
             return ""
         self._placed = self._hosts.all()  # a host may have joined since
-        return self._problem(engine)
+        return self._problem(engine, entity)
 
-    def _problem(self, engine: str) -> str:
-        found = self._placed.of(engine)
+    def _problem(self, engine: str, entity: EntityConfig) -> str:
+        rows, found = self._placed.placements, self._placed.of(engine)
         if found:
             failed = [f"host {host.name}: {said.message}" for _, host, said in found if said.state == "FAILED"]
-            taken, entity = {host.host for _, host, _ in found}, found[0][0].entity
-            another = any(host.host not in taken and may_run(host, entity) for host in self._placed.hosts)
+            taken = {host.host for _, host, _ in found}
+            another = any(host.host not in taken and has_room(host, entity, rows) for host in self._placed.hosts)
             return "; ".join(failed) if len(failed) == len(found) and not another else ""
         since = self._without.get(engine)
         if since is None or self._monotonic() - since < NO_HOST_SECONDS:
@@ -69,5 +72,8 @@ class HostedEngines:
             return "; ".join(dict.fromkeys(start.message or "its host takes no engine" for start in started))
         if not self._placed.hosts:
             return "no host has joined this database to run engines (mlflow-llm engine --join)"
-        names = ", ".join(host.name for host in self._placed.hosts)
-        return f"none of the joined hosts ({names}) takes it: they drain, or lack the device that its settings name"
+        refusals = [refusal(host, entity, rows) for host in self._placed.hosts]
+        if not all(refusals):
+            return ""
+        why = "; ".join(refusals)
+        return f"it needs {needed(entity) / GIB:.2f} GiB of memory, and no joined host takes it: {why}"

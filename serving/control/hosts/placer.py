@@ -1,8 +1,8 @@
 """The leader's part: which joined host runs which engine.
 
-An engine has at most one replica on a host. A replica is replaced when its host is silent, drains or reports a failure;
-it ends on a draining host only once the others are ready. An engine that no config wants any more stays until no
-gateway has requests on it.
+An engine has at most one replica on a host, which has memory for it (``host_room``). A replica is replaced when its
+host is silent, drains or reports a failure; it ends on a draining host only once the others are ready. An engine that
+no config wants any more stays until no gateway has requests on it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...endpoints.gateways import Fence
 from ...endpoints.store import EndpointState, EndpointStore
 from ...metering.store.staleness import StalenessDetector
 from ..known_configs import KnownConfigs
+from .host_room import has_room, may_run, room
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ def changes(
     """Return what has to change for every wanted engine to have its replicas; ``used`` are engines that gateways may
     still have requests on."""
     hosts = {one.host: one for one in placed.hosts}
+    over = {row.id for row in placed.placements if row.host not in hosts or row.engine not in {*wanted, *used}}
+    stays = [row for row in placed.placements if row.id not in over]
     add: list[Placement] = []
     remove: list[str] = []
     for engine, one in wanted.items():
@@ -116,34 +119,23 @@ def changes(
             continue
         taken = {row.host for row, _, _ in found}
         for _ in range(one.replicas - len(well)):
-            free = [host for host in hosts.values() if host.host not in taken and may_run(host, one.entity)]
+            rows = (*stays, *add)
+            free = [host for host in hosts.values() if host.host not in taken and has_room(host, one.entity, rows)]
             if not free:
                 break
             chosen = min(free, key=lambda host: _precedence(host, placed, add, one.entity))
             taken.add(chosen.host)
             add.append(new_placement(engine, chosen, one.entity, now_ms))
-    remove += [
-        row.id for row in placed.placements if row.host not in hosts or (row.engine not in wanted.keys() | set(used))
-    ]
+    remove += [row.id for row in placed.placements if row.id in over]
     return Changes(add=tuple(add), remove=tuple(dict.fromkeys(remove)))
-
-
-def may_run(host: EngineHost, entity: EntityConfig) -> bool:
-    """Return whether ``host`` takes new engines, is there for this one and has the device that the entity's settings
-    name."""
-    start = host.offer.start
-    if (start is None) != (entity.scale is None):  # hosts of a runtime and its entities are for each other alone
-        return False
-    if start is not None and (start.state != "JOINED" or start.engine != placement_key(entity)):
-        return False
-    return not host.draining and (bool(host.offer.devices) or not entity.model.engine.device.startswith("cuda"))
 
 
 def _precedence(
     host: EngineHost, placed: Placed, add: Iterable[Placement], entity: EntityConfig
 ) -> tuple[bool, int, int, str]:
     """Return the sort key of hosts for a new engine: a GPU where the settings want one or leave it open, then few
-    engines, then much memory."""
-    number = sum(one.host == host.host for one in (*placed.placements, *add))
+    engines, then much memory left."""
+    rows = (*placed.placements, *add)
+    number = sum(one.host == host.host for one in rows)
     lacks = not host.offer.devices and entity.model.engine.device != "cpu"
-    return (lacks, number, -host.offer.memory, host.host)
+    return (lacks, number, -room(host, entity, rows), host.host)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,8 @@ from server_calls import until
 from serving_process import INSTANT_CORE, free_port
 
 from mlflow_llm.serving.control.autoscaler import Autoscaler
+from mlflow_llm.serving.control.following.alias_process import Target
+from mlflow_llm.serving.control.following.follower import AliasFollower
 from mlflow_llm.serving.control.hosts.agent import HostAgent, reachable
 from mlflow_llm.serving.control.hosts.host_identity import HostIdentity
 from mlflow_llm.serving.control.model_sources import with_files
@@ -45,17 +47,40 @@ class Gateway:
         self._place, self.bundle = place, bundle
         self.store = Store(f"sqlite:///{place / 'serving.db'}")
         self.engine = EngineSettings(idle_timeout=0.3)
-        self.endpoints = EndpointStore(
-            self.store,
-            locate=lambda entities: tuple(
-                ModelSource(uri=one.uri, bundle=bundle, engine=self.engine, core=INSTANT_CORE) for one in entities
-            ),
-        )
+        self.now = 1000.0
+        self.champion = "1"  # what the alias of that name means
+        self.endpoints = EndpointStore(self.store, locate=self._locate, clock=lambda: self.now)
         self.supervisor = Supervisor(state_dir=str(place / "g"), probe=generate_one)
         self.plans = PlanDirectory(place)
         find = functools.partial(with_files, key_file=self.key_file)
-        self.reconciler = Reconciler(self.endpoints, self.supervisor, self.plans, Autoscaler(), find=find)
+        follower = AliasFollower(self.endpoints, locate=self._locate, poll=0.0, lookup=self._look_up)
+        self.reconciler = Reconciler(
+            self.endpoints, self.supervisor, self.plans, Autoscaler(), find=find, follower=follower
+        )
         self._agents: list[tuple[HostAgent, threading.Thread]] = []
+
+    def _locate(self, entities: tuple[EntityConfig, ...]) -> tuple[ModelSource, ...]:
+        return tuple(map(self._source, entities))
+
+    def _source(self, entity: EntityConfig) -> ModelSource:
+        version = self.champion if entity.entity_version == "@champion" else entity.entity_version
+        content = self.bundle.content_hash if version == "1" else f"version-{version}"
+        bundle = msgspec.structs.replace(self.bundle, content_hash=content)
+        return ModelSource(uri=f"models:/assistant/{version}", bundle=bundle, engine=self.engine, core=INSTANT_CORE)
+
+    def _look_up(self, questions: Mapping[str, Iterable[str]]) -> dict[str, Target]:
+        return {uri: Target(uri=f"models:/assistant/{self.champion}") for uri in questions}
+
+    def served(self) -> dict[str, int]:
+        """Return the shares of the versions that workers would send requests to, of those with an engine."""
+        self.reconciler.tick()
+        return {
+            entity.config.model.identity.version: route.traffic_percentage
+            for plan in self.plans.read().endpoints
+            for entity in plan.entities
+            for route in plan.routes
+            if entity.addresses and route.served_model_name == entity.config.name
+        }
 
     def join(self, name: str, *, missing: str = "", memory: int = GIB) -> HostAgent:
         """Return the agent of a host that joins, on a thread of its own. ``missing`` is the error of a lookup."""
@@ -64,7 +89,8 @@ class Gateway:
             if missing:
                 raise PackagingError(missing)
             assert entity.model.bundle.model_dir == ""  # a path of the gateway's means nothing on another host
-            return msgspec.structs.replace(entity, source=msgspec.structs.replace(entity.model, bundle=self.bundle))
+            assert entity.model.uri.startswith("models:/assistant/")  # a version, which no alias moves
+            return msgspec.structs.replace(entity, source=self._source(entity))
 
         agent = HostAgent(
             EngineHosts(self.store),
@@ -158,6 +184,24 @@ def test_an_endpoint_is_served_by_hosts_and_moves_when_one_ends(gateway: Gateway
             or gateway.addresses() == (gateway.endpoints.get("chat")["hosts"][0]["address"],)
         )
     )
+
+
+def test_a_followed_alias_moves_engines_on_joined_hosts(gateway: Gateway, create: Callable[..., None]) -> None:
+    """An entity on joined hosts follows its alias by a canary, whose engine runs on the hosts too, and which takes its
+    place when it is promoted; the gateway starts no engine.
+    """
+    gateway.join("a")
+    canary = {"traffic_percentage": 20, "duration_s": 600, "min_requests": 0}
+    create(entity_version="@champion", follow_alias=True, canary=canary)
+    until(lambda: gateway.served() == {"1": 100}, 60)
+    gateway.champion = "2"
+    until(lambda: gateway.served() == {"1": 80, "2": 20}, 60)
+    assert len(gateway.addresses()) == 2
+    gateway.now += 601
+    until(lambda: gateway.served() == {"2": 100}, 60)
+    until(lambda: bool(gateway.reconciler.tick()) or [state for _, state in gateway.hosts()] == ["READY"], 60)
+    until(lambda: bool(gateway.reconciler.tick()) or len(gateway.endpoints.hosts.all().placements) == 1, 60)
+    assert not (Path(gateway.key_file).parent / "g").exists()
 
 
 def test_a_host_that_cannot_run_a_model_says_why_and_another_one_does(

@@ -28,6 +28,7 @@ from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.errors import Conflict, InvalidField
 from mlflow_llm.serving.interface.settings import EngineSettings
 
+GIB = 2**30
 ENTITY = {"entity_name": "assistant", "entity_version": "1", "placement": "hosts"}
 
 
@@ -97,6 +98,57 @@ def test_a_replica_that_needs_a_gpu_waits_for_a_host_with_one(entity: EntityConf
     wanted = {"e": WantedEngine(entity=msgspec.structs.replace(entity, source=source), replicas=1)}
     assert not changes(wanted, Placed(hosts=(host("a"),)))
     assert [one.host for one in changes(wanted, Placed(hosts=(host("a"), host("b", gpus=1)))).add] == ["b"]
+
+
+def sized(entity: EntityConfig, gib: float, **settings: object) -> EntityConfig:
+    """Return ``entity`` with so many GiB of weights, and engine settings."""
+    bundle = msgspec.structs.replace(entity.model.bundle, weight_bytes=int(gib * GIB))
+    engine = EngineSettings(**settings)  # type: ignore[arg-type]
+    source = msgspec.structs.replace(entity.model, bundle=bundle, engine=engine)
+    return msgspec.structs.replace(entity, source=source)
+
+
+def test_a_replica_goes_only_where_its_memory_is_left(entity: EntityConfig) -> None:
+    """A host is chosen only if what it offers, less what is placed on it, holds the weights and the KV cache that is
+    set; on a GPU, the GPU's memory counts, unless the settings name the CPU.
+    """
+    small, large = host("small", memory=4 * GIB), host("large", memory=10 * GIB)
+
+    def chosen(one: EntityConfig, *hosts: EngineHost, others: dict[str, EntityConfig] | None = None) -> list[str]:
+        rows = {name: Placement(id=name, engine="o", host=name, entity=e, created_ms=0)
+                for name, e in (others or {}).items()}  # fmt: skip
+        wanted = {"e": WantedEngine(entity=one, replicas=1)}
+        return [row.host for row in changes(wanted, Placed(hosts=hosts, placements=(*rows.values(),)), used={"o"}).add]
+
+    assert chosen(sized(entity, 4), small, large) == ["large"]
+    assert chosen(sized(entity, 4), small) == ["small"]
+    assert chosen(sized(entity, 4, kv_cache_memory=1), small) == []
+    assert chosen(sized(entity, 4), small, large, others={"large": sized(entity, 1)}) == ["small"]
+    assert chosen(sized(entity, 4), large, others={"large": sized(entity, 6.5)}) == []
+    gpu = msgspec.structs.replace(
+        small, offer=Offer(memory=GIB, cpus=2, devices=(HostDevice(name="H100", memory=80 * GIB),))
+    )
+    assert chosen(sized(entity, 70), gpu) == ["small"]
+    assert chosen(sized(entity, 70), gpu, others={"small": sized(entity, 20)}) == []
+    assert chosen(sized(entity, 70), gpu, others={"small": sized(entity, 20, device="cpu")}) == ["small"]
+    assert chosen(sized(entity, 2, device="cpu"), gpu) == []
+
+
+def test_a_refusal_says_what_was_needed_and_offered(endpoints: EndpointStore, entity: EntityConfig) -> None:
+    """An engine that no host has memory for fails with what it needs, and what each host offers and has left."""
+    clock, large = Clock(), sized(entity, 3)
+    hosted, key = HostedEngines(endpoints.hosts, monotonic=clock), placement_key(large)
+    endpoints.hosts.join(host("a", memory=2 * GIB))
+    endpoints.hosts.join(host("b", memory=8 * GIB, draining=True))
+    hosted.look([key])
+    assert hosted.problem(key, large) == ""
+    clock.now += NO_HOST_SECONDS
+    assert hosted.problem(key, large) == (
+        "it needs 3.00 GiB of memory, and no joined host takes it: host a offers 2.00 GiB, of which 2.00 GiB are left; "
+        "host b drains"
+    )
+    endpoints.hosts.join(host("c", memory=4 * GIB))
+    assert hosted.problem(key, large) == ""  # the leader places it there next
 
 
 def test_a_replica_moves_from_a_host_that_fails_drains_or_has_gone(
@@ -201,7 +253,7 @@ def test_a_gateway_says_why_an_engine_does_not_run(endpoints: EndpointStore, ent
     def problem() -> str:
         clock.now += LOOK_SECONDS
         hosted.look([key])
-        return hosted.problem(key)
+        return hosted.problem(key, entity)
 
     assert problem() == ""
     clock.now += NO_HOST_SECONDS
