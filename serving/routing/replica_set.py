@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from ..interface.errors import DeadlineExceeded, ShuttingDown, Unavailable
 from ..interface.events import Event, Failed
 from ..interface.request import ValidRequest
 from ..system import logs
+from .affinity import Affinity, score
 
 ASK_AGAIN_SECONDS = 1.0  # seconds after which a waiting request asks for a replica again
 RETRY_SECONDS = 5.0  # seconds, told to callers whose request fails because no engine is running
@@ -37,6 +37,8 @@ class _Replica:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()  # those that are over may still be among them
+        self._report: tuple[int, int] | None = None  # steps and requests, as the engine has said last
+        self._own_then = 0  # this worker's requests when it said so
 
     @property
     def streams(self) -> list[EventStream]:
@@ -71,6 +73,16 @@ class _Replica:
         """A sort key for replicas: ready ones first, then by the number of this worker's requests that run there."""
         return (not self.is_ready, len(self.streams))
 
+    @property
+    def num_requests(self) -> int:
+        """The number of requests of all workers and gateways that run there: as the engine has said last, with this
+        worker's since then."""
+        own, health = len(self.streams), self.engine.health()
+        said = health.num_running + health.num_waiting
+        if self._report != (health.steps, said):
+            self._report, self._own_then = (health.steps, said), own
+        return max(own, said + own - self._own_then)
+
 
 class ReplicaSet(Engine):
     """The replicas of one model, as one engine for the greenlets of one worker.
@@ -103,6 +115,7 @@ class ReplicaSet(Engine):
         self.requested_at = 0.0
         self._arrived = Signal()
         self._closed = False
+        self._affinity = Affinity()
 
     @property
     def info(self) -> EngineInfo:
@@ -170,7 +183,8 @@ class ReplicaSet(Engine):
         return bool(over)
 
     def submit(self, request: ValidRequest) -> EventStream:
-        """Submit ``request`` to the replica with the fewest of this worker's requests, preferring ready replicas.
+        """Submit ``request`` to a ready replica, if there is one: one that has its prefix or adapter and not too many
+        requests, else the one with the fewest requests (``affinity``).
 
         A request with a LoRA task goes to the replica that has the task's adapter. Without replicas, it waits for one.
         """
@@ -181,7 +195,9 @@ class ReplicaSet(Engine):
             return next(iter(replicas.values())).submit(request)
         if request.lora_task is not None:
             return self.of_task(request).submit(request)
-        return min(replicas.values(), key=lambda replica: replica.load).submit(request)
+        ready = [one for one in replicas.items() if one[1].is_ready] or list(replicas.items())
+        address = self._affinity.choose(request, ((address, one.num_requests) for address, one in ready))
+        return replicas[address].submit(request)
 
     def of_task(self, request: ValidRequest) -> _Replica:
         """Return the same replica for every request of a LoRA task, in every worker, as long as it is ready.
@@ -191,7 +207,7 @@ class ReplicaSet(Engine):
         assert request.lora_task is not None
         task = f"{request.tenant}\n{request.lora_task.task_id}"
         ready = [one for one in self.active.items() if one[1].is_ready] or list(self.active.items())
-        return max(ready, key=lambda one: hashlib.blake2b(f"{one[0]}\n{task}".encode(), digest_size=8).digest())[1]
+        return max(ready, key=lambda one: score(one[0], task.encode()))[1]
 
     def await_replica(self, deadline: float | None) -> Failed | None:
         """Wait for a replica until ``deadline`` (``time.monotonic``).
