@@ -16,6 +16,7 @@ from ..endpoints.config import PlacementSetting
 from ..endpoints.scale import Runtime, Scale
 from ..interface.errors import InvalidField, PackagingError, without_password
 from ..interface.settings import NAME, Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
+from ..metering.accounts.alert_shares import parse_shares
 from ..system.files import STATE_VARIABLE, xdg_dir
 from ..tasks.reply_size import MAX_REPLY_BYTES
 from .listen_settings import ListenSettings, is_loopback
@@ -24,7 +25,6 @@ from .listen_settings import ListenSettings, is_loopback
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA", "Ed25519")
 HEADER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}$"
 MODELS = "models:/"
-MAX_SHARES = 10
 MAX_URL = 1024  # characters of a webhook's URL
 Claim = Annotated[str, Meta(min_length=1, max_length=256, description="the name of a claim")]
 NAME_PATTERN = rf"^({NAME.pattern})$"
@@ -222,14 +222,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def alert_shares(self) -> tuple[float, ...]:
         """The entries of ``budget_alert_at``. Raises ``InvalidField``."""
-        allowed = "shares from 0.001 to 10, separated by commas, such as 0.5,0.8,1"
-        try:
-            found = tuple(float(share) for share in self.budget_alert_at.split(",") if share.strip())
-        except ValueError:
-            raise InvalidField("budget_alert_at", self.budget_alert_at, allowed) from None
-        if not all(0.001 <= share <= 10 for share in found) or len(found) > MAX_SHARES:
-            raise InvalidField("budget_alert_at", self.budget_alert_at, f"at most {MAX_SHARES} {allowed}")
-        return found
+        return parse_shares("budget_alert_at", self.budget_alert_at)
 
     def _check_webhooks(self) -> None:
         if self.alert_shares and not self.webhooks:

@@ -16,8 +16,11 @@ from ..interface.errors import InvalidField, ServingError
 from ..interface.logits_size import logits_size
 from ..interface.reply import Piece, Reply
 from ..interface.request import RawRequest, ValidRequest
+from ..metering.accounts.limits import Limit, shown_to_caller
+from ..metering.ledger.admission import is_shared
 from ..metering.proof.answers import OutputHashes, body_digest
 from ..modes import Admission, Target
+from ..observability import metrics
 from ..routing.served_endpoints import ServedEntity
 from ..tasks.input_guard import guarded
 from ..tasks.prepare import Limits, prepare
@@ -218,6 +221,7 @@ def _start(
             admission.lease.hold()
             request.background.admitted(admission.lease)
         request.record.headers |= rate_limit_headers.headers(admission.lease.limits)
+        _report_exceeded(request, entity.endpoint, admission.lease.beyond)
     if request.record.capture is not None:
         request.record.capture.admitted = True
     source = run_task(entity, valid, admission)
@@ -230,6 +234,14 @@ def _start(
     judges = entity.guardrails.output.scorers if valid.sampling is not None else ()
     pieces = scorers.judged(server.scorers, judges, inputs, pull, valid.deadline) if judges else pull
     return source, pull, counted(pieces, admission, request.record, returns_trace=valid.return_trace)
+
+
+def _report_exceeded(request: Request, endpoint: str, soft: tuple[Limit, ...]) -> None:
+    """Count the soft limits beyond which a request was admitted, and name to its caller those it may know of."""
+    for limit in soft:
+        metrics.SOFT_EXCEEDED.labels(endpoint, limit.scope, limit.kind).inc()
+    shown = shown_to_caller(soft, is_shared=is_shared(request.caller.key_id))
+    request.record.headers |= rate_limit_headers.exceeded(shown)
 
 
 def _streamed(stream: Stream, encoder: StreamEncoder) -> Answer:

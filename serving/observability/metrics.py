@@ -57,6 +57,12 @@ SHADOWS_DROPPED = Counter(
     ("endpoint", "entity"),
     registry=OWN,
 )
+SOFT_EXCEEDED = Counter(
+    "mlflow_llm_soft_limit_exceeded",
+    "Requests admitted beyond a soft limit, by the scope and kind of the limit",
+    ("endpoint", "scope", "kind"),
+    registry=OWN,
+)
 STORE_OUTAGES = Counter("mlflow_llm_store_outages", "Times that the store stopped answering, per worker", registry=OWN)
 COUNT_VIOLATIONS = Counter(
     "mlflow_llm_ledger_violations",

@@ -11,7 +11,7 @@ from ...metering.accounts.keys import MAX_WEIGHT, OVERLAP, SCOPES
 from ...metering.store.time_formats import format_utc
 from ..store import table
 from .accounts import AccountsApi, print_notes, with_accounts
-from .limits import LIMIT, limits_of
+from .limits import LIMIT, limit_options, limits_of
 
 EXPIRES = "When the key expires: 90d, 12h, a date, an ISO 8601 time, or never."
 ENDPOINT = "Allowed endpoint: NAME, or NAME:ADAPTER for that adapter only; repeatable (default: all)."
@@ -40,7 +40,8 @@ def _key_options(command: Any) -> Any:
 @click.option("--scope", "scopes", multiple=True, type=click.Choice(SCOPES), default=("invoke",), show_default=True)
 @_key_options
 @click.option("--limit", "limits", multiple=True, metavar="KIND=VALUE", help=f"Limit of the key; repeatable. {LIMIT}.")
-def create(accounts: AccountsApi, limits: tuple[str, ...], **fields: Any) -> None:
+@limit_options
+def create(accounts: AccountsApi, limits: tuple[str, ...], soft: bool, alert_at: str | None, **fields: Any) -> None:
     """Create a key and print its secret.
 
     The secret cannot be shown again.
@@ -49,7 +50,10 @@ def create(accounts: AccountsApi, limits: tuple[str, ...], **fields: Any) -> Non
     sees and changes everything: endpoints, keys, limits, prices, every tenant's usage. "end_users" is for a trusted
     front end: the end users that it names have the limits of end users.
     """
-    answer = accounts.create_key(_given(fields) | ({"limits": limits_of(limits)} if limits else {}))
+    if not limits and (soft or alert_at is not None):
+        raise click.UsageError("--soft and --alert-at are for limits: give --limit too")
+    found = {"limits": limits_of(limits, soft=soft, alert_at=alert_at)} if limits else {}
+    answer = accounts.create_key(_given(fields) | found)
     _show_secret(answer)
     print_notes(answer)
 

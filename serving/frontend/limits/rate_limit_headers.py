@@ -1,7 +1,7 @@
 """``x-ratelimit-*`` headers, in the form of OpenAI's API, for the limits that an admission was checked against.
 
 ``tokens`` and ``requests`` show the strictest of all limits on tokens and on requests; ``input-tokens``,
-``output-tokens`` and the others show the limit of one kind.
+``output-tokens`` and the others show the limit of one kind. Soft limits are named in a header of their own.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...interface.errors import LimitExceeded
-from ...metering.accounts.limits import LimitStatus, plain
+from ...metering.accounts.limits import Limit, LimitStatus, plain
 from ...metering.accounts.money import units
 
+SOFT_EXCEEDED = "x-ratelimit-soft-exceeded"
 NOUNS = {
     "itpm": ("input-tokens", "tokens"),
     "otpm": ("output-tokens", "tokens"),
@@ -39,6 +40,12 @@ def headers(limits: Iterable[LimitStatus]) -> dict[str, str]:
         allowed, remaining = plain(status.kind, status.allowed), plain(status.kind, status.remaining)
         found |= _of(noun, allowed, remaining, status.reset_after)
     return found
+
+
+def exceeded(soft: Iterable[Limit]) -> dict[str, str]:
+    """Return the header that names the soft limits beyond which a request was admitted, if there are any."""
+    named = ", ".join(f"{limit.scope} {limit.kind}" for limit in soft)
+    return {SOFT_EXCEEDED: named} if named else {}
 
 
 def refused(error: LimitExceeded) -> dict[str, str]:

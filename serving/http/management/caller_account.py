@@ -55,7 +55,9 @@ def _limit(left: LimitLeft) -> dict[str, Any]:
         "endpoint": left.endpoint or None,
         "kind": left.kind,
         "unit": UNITS[left.kind],
+        "soft": left.soft,
         "allowed": plain(left.kind, left.allowed),
+        "used": plain(left.kind, left.used),
         "remaining": plain(left.kind, left.remaining),
         "reset_seconds": left.reset_after,
     }

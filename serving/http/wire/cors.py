@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ...frontend.answer import Answer
-from ...frontend.limits.rate_limit_headers import NOUNS
+from ...frontend.limits.rate_limit_headers import NOUNS, SOFT_EXCEEDED
 from ...frontend.receipts import RECEIPT_HEADER
 from ...interface.errors import MethodNotAllowed, PermissionDenied
 from ...observability.access_record import REQUEST_ID
@@ -30,6 +30,7 @@ EXPOSED = ", ".join(
         "x-should-retry",
         "WWW-Authenticate",
         "Inference-Header-Content-Length",
+        SOFT_EXCEEDED,
         *(f"x-ratelimit-{what}-{noun}" for noun in _LIMITED for what in ("limit", "remaining", "reset")),
     )
 )

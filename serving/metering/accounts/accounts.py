@@ -33,7 +33,7 @@ from .bodies import (
     ROTATION,
 )
 from .keys import OVERLAP, ApiKey, Keys
-from .limits import SCOPES, Limit, Limits, plain
+from .limits import SCOPES, Bound, Limit, Limits, plain
 from .money import Price, currency, micro_units, set_currency
 from .prices import ANY, Prices
 from .prices import plain as plain_price
@@ -63,7 +63,7 @@ class Accounts:
             expires=given.get("expires", NEVER),
             endpoints=_endpoints(given),
             weight=given.get("weight", 1),
-            limits=[(kind, _value(kind, value)) for kind, value in given.get("limits", {}).items()],
+            limits=[(kind, _bound(kind, **bound)) for kind, bound in given.get("limits", {}).items()],
             by=self._by,
         )
         return {"secret": secret, "key": self._key(key), "notes": notes}
@@ -119,7 +119,7 @@ class Accounts:
         scope, subject = given["scope"], given["subject"]
         end_user = given.get("end_user", "")
         notes = self._check_subject(scope, subject)
-        values = {kind: _value(kind, value) for kind, value in given["limits"].items()}
+        values = {kind: _bound(kind, **bound) for kind, bound in given["limits"].items()}
         limits = Limits(self._store)
 
         def work(connection: sa.Connection) -> list[Limit]:
@@ -280,15 +280,17 @@ def _endpoints(given: Mapping[str, Any]) -> tuple[str, ...] | None:
     return None if found == ("*",) else found
 
 
-def _value(kind: str, value: int | str) -> int:
-    return micro_units(kind, value) if isinstance(value, str) else value
+def _bound(kind: str, value: int | str, *, soft: bool = False, alert_at: tuple[float, ...] | None = None) -> Bound:
+    found = micro_units(kind, value) if isinstance(value, str) else value
+    return Bound(value=found, soft=soft, alert_at=alert_at)
 
 
 def _limit(limit: Limit) -> dict[str, Any]:
     kind: Kind = limit.kind
     unit = ("money " if kind in BUDGETS else "") + UNITS[kind]
     named = {"scope": limit.scope, "subject": limit.subject, "end_user": limit.end_user, "kind": kind}
-    return named | {"value": plain(kind, limit.value), "unit": unit}
+    more = {"soft": limit.soft, "alert_at": limit.alert_at}
+    return named | {"value": plain(kind, limit.value), "unit": unit} | more
 
 
 def _price(entity: str, effective_ms: int, price: Price) -> dict[str, Any]:

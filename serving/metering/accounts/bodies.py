@@ -7,14 +7,27 @@ from typing import Any
 
 from ...interface.errors import InvalidField
 from ...interface.labels import MAX_USER
-from ...interface.readers import Entry, Reader, integer, list_of, one_of, reader, record, text
+from ...interface.readers import (
+    Entry,
+    Reader,
+    any_of,
+    boolean,
+    integer,
+    list_of,
+    number,
+    one_of,
+    reader,
+    record,
+    text,
+)
 from ..store.time_formats import DURATION, DURATION_ALLOWED, EXPIRY_ALLOWED, TIMESTAMP_ALLOWED
+from .alert_shares import MAX_SHARE, MAX_SHARES, MIN_SHARE
 from .audit import ACTIONS, MAX_PAGE
 from .keys import ALLOWED_ENDPOINT, ENDPOINTS_ALLOWED, MAX_ENDPOINTS, MAX_WEIGHT, SCOPES
 from .limits import MAX_VALUE
 from .limits import SCOPES as LIMIT_SCOPES
 from .money import AMOUNT, AMOUNT_ALLOWED, CURRENCY, CURRENCY_ALLOWED
-from .windows import BUDGETS, KINDS, UNITS
+from .windows import BUDGETS, KINDS, UNITS, Kind
 
 _NO_CONTROL = r"[^\x00-\x1f\x7f]"
 
@@ -33,18 +46,32 @@ _END_USER = text(
     re.compile(rf"[^\x00]{{1,{MAX_USER}}}", re.DOTALL), f"a text of 1 to {MAX_USER} characters, none of them NUL"
 )
 _MONEY = text(AMOUNT, f"{AMOUNT_ALLOWED}, as a text")
+_SHARES = list_of(number(MIN_SHARE, MAX_SHARE), f"a list of at most {MAX_SHARES} shares", maximum=MAX_SHARES)
+
+
+def _bound(kind: Kind) -> Reader[dict[str, Any]]:
+    """Return a reader of a limit's value, alone or in an object with the limit's other fields."""
+    value = _MONEY if kind in BUDGETS else integer(0, MAX_VALUE)
+    whole = record(
+        value=Entry(value, required="the value of the limit"),
+        soft=Entry(boolean, "Whether it is only counted, and refuses nothing (false)"),
+        alert_at=Entry(_SHARES, "Shares of it at which webhooks are told (those of the server, for budgets)"),
+    )
+
+    @reader(**any_of(value.schema, whole.schema))
+    def read(given: Any, path: str) -> dict[str, Any]:
+        return whole(given, path) if isinstance(given, dict) else {"value": value(given, path)}
+
+    return read
+
+
 _LIMIT_VALUES = record(
-    **{
-        kind: Entry(
-            _MONEY if kind in BUDGETS else integer(0, MAX_VALUE), f"{'Money ' if kind in BUDGETS else ''}{UNITS[kind]}"
-        )
-        for kind in KINDS
-    }
+    **{kind: Entry(_bound(kind), f"{'Money ' if kind in BUDGETS else ''}{UNITS[kind]}") for kind in KINDS}
 )
 
 
 @reader(**_LIMIT_VALUES.schema)
-def _limits(value: Any, path: str) -> dict[str, int | str]:
+def _limits(value: Any, path: str) -> dict[str, dict[str, Any]]:
     found = _LIMIT_VALUES(value, path)
     if not found:
         raise InvalidField(path, value, "one or more of " + ", ".join(KINDS))

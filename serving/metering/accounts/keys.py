@@ -27,7 +27,7 @@ from ..store.tables import api_keys, old_secrets, tenants
 from ..store.time_formats import NEVER, parse_duration, parse_expiry
 from .audit import Actor, record
 from .authorization import ANONYMOUS, SCOPES, Caller
-from .limits import Limits
+from .limits import Bound, Limits
 
 CACHE_SECONDS = 2.0
 CACHE_SIZE = 10_000
@@ -93,7 +93,7 @@ class Keys:
         expires: str = NEVER,
         endpoints: Iterable[str] | None = None,
         weight: int = 1,
-        limits: Iterable[tuple[str, int]] = (),
+        limits: Iterable[tuple[str, int | Bound]] = (),
         by: Actor | None = None,
     ) -> tuple[str, ApiKey]:
         """Create a key and return ``(secret, key)``. The secret is not stored and cannot be shown again.

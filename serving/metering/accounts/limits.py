@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 import sqlalchemy as sa
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...interface.errors import InvalidField, LimitExceeded, PermissionDenied, RequestError
 from ...interface.labels import MAX_USER
@@ -14,6 +15,7 @@ from ..store.store import Store
 from ..store.tables import folded, ledger, limits, provisioned_minutes
 from ..store.tables import windows as window_table
 from . import windows
+from .alert_shares import checked_shares
 from .audit import Actor, record
 from .money import money, units
 from .windows import BUDGETS, KINDS, UNITS, Amounts, Kind, WindowState
@@ -38,24 +40,46 @@ subject is ``user_subject(endpoint, user_subject(tenant, end user))``."""
 
 class Limit(Struct, frozen=True, kw_only=True):
     """One limit. ``value`` is in tokens, queries, requests or, for a budget, micro-units. ``end_user`` is the only end
-    user that it is for; "" means each of them, or that the scope is none of end users."""
+    user that it is for; "" means each of them, or that the scope is none of end users. A ``soft`` limit is counted and
+    refuses nothing. ``alert_at`` are the shares of it at which webhooks are told; None means those of the server."""
 
     scope: Scope
     subject: str
     kind: Kind
     value: int
     end_user: str = ""
+    soft: bool = False
+    alert_at: tuple[float, ...] | None = None
 
     @classmethod
-    def of_row(cls, scope: Scope, subject: str, kind: Kind, value: int) -> Limit:
+    def of_row(
+        cls,
+        scope: Scope,
+        subject: str,
+        kind: Kind,
+        value: int,
+        soft: bool | int = False,  # raw rows of SQLite have integers
+        alert_at: list[float] | None = None,
+    ) -> Limit:
         """Return the limit of a row of the table."""
         name, _, end_user = subject.partition("\n")
-        return cls(scope=scope, subject=name, kind=kind, value=value, end_user=end_user)
+        shares = None if alert_at is None else tuple(alert_at)
+        return cls(
+            scope=scope, subject=name, kind=kind, value=value, end_user=end_user, soft=bool(soft), alert_at=shares
+        )
 
     @property
     def row_subject(self) -> str:
         """The subject of its row in the table."""
         return user_subject(self.subject, self.end_user) if self.end_user else self.subject
+
+
+class Bound(Struct, frozen=True, kw_only=True):
+    """The value of a limit that is set, with what else it says (``Limit``)."""
+
+    value: int
+    soft: bool = False
+    alert_at: tuple[float, ...] | None = None
 
 
 class LimitStatus(Struct, frozen=True, kw_only=True):
@@ -79,9 +103,10 @@ class Limits:
         self._store = store
 
     def set(
-        self, scope: str, subject: str, kind: str, value: int, *, end_user: str = "", by: Actor | None = None
+        self, scope: str, subject: str, kind: str, value: int | Bound, *, end_user: str = "", by: Actor | None = None
     ) -> Limit:
-        """Set a limit. ``value`` is in tokens, queries, requests or (budgets) micro-units. Raises ``InvalidField``."""
+        """Set a limit. ``value`` is in tokens, queries, requests or (budgets) micro-units; a plain one means a limit
+        that refuses, with the server's alerts. Raises ``InvalidField``."""
         return self._store.write(
             lambda connection: self.put(connection, scope, subject, kind, value, end_user=end_user, by=by)
         )
@@ -92,21 +117,20 @@ class Limits:
         scope: str,
         subject: str,
         kind: str,
-        value: int,
+        value: int | Bound,
         *,
         end_user: str = "",
         by: Actor | None,
     ) -> Limit:
         """Do what ``set`` does, inside a given transaction."""
-        limit = _checked(scope, subject, kind, value, end_user)
-        before = connection.execute(sa.select(limits.c.value).where(_is(limit))).scalar_one_or_none()
-        insert = self._store.insert(limits).values(scope=scope, subject=limit.row_subject, kind=kind, value=value)
-        update = insert.on_conflict_do_update(index_elements=["scope", "subject", "kind"], set_={"value": value})
-        connection.execute(update)
-        was = {kind: None if before is None else plain(limit.kind, before)}
-        after = {kind: plain(limit.kind, value)}
-        target = _target(scope, subject, end_user)
-        record(connection, by, "limit.set", target, before=before if before is None else was, after=after)
+        bound = value if isinstance(value, Bound) else Bound(value=value)
+        limit = _checked(scope, subject, kind, bound, end_user)
+        before = connection.execute(sa.select(limits).where(_is(limit))).one_or_none()
+        values = {"value": limit.value, "soft": limit.soft, "alert_at": limit.alert_at}
+        insert = self._store.insert(limits).values(scope=scope, subject=limit.row_subject, kind=kind, **values)
+        connection.execute(insert.on_conflict_do_update(index_elements=["scope", "subject", "kind"], set_=values))
+        was = None if before is None else _audited(Limit.of_row(*before))
+        record(connection, by, "limit.set", _target(scope, subject, end_user), before=was, after=_audited(limit))
         return limit
 
     def remove(self, scope: str, subject: str, kind: str, *, end_user: str = "", by: Actor | None = None) -> bool:
@@ -122,8 +146,8 @@ class Limits:
             if before is None:
                 return False
             connection.execute(sa.delete(limits).where(this))
-            was = {kind: plain(before.kind, before.value)}
-            record(connection, by, "limit.delete", _target(scope, subject, end_user), before=was)
+            target = _target(scope, subject, end_user)
+            record(connection, by, "limit.delete", target, before=_audited(Limit.of_row(*before)))
             if scope in END_USER_SCOPES:
                 of_subject = sa.and_(limits.c.scope == scope, _is_of(limits, subject))
             left = connection.execute(sa.select(sa.func.count()).select_from(limits).where(of_subject)).scalar_one()
@@ -144,6 +168,13 @@ class Limits:
             query = query.where(_is_of(limits, subject))
         rows = self._store.read(lambda connection: connection.execute(query).all())
         return tuple(Limit.of_row(*row) for row in rows)
+
+
+def _audited(limit: Limit) -> dict[str, object]:
+    """Return a limit as the audit log has it: its value, and what it says beside."""
+    more = {"soft": True} if limit.soft else {}
+    shares = {} if limit.alert_at is None else {"alert_at": limit.alert_at}
+    return {limit.kind: plain(limit.kind, limit.value)} | more | shares
 
 
 def _is(limit: Limit) -> sa.ColumnElement[bool]:
@@ -180,7 +211,8 @@ def amount(kind: Kind, value: int, currency: str) -> str:
     return f"{number} {UNITS[kind]}"
 
 
-def _checked(scope: str, subject: str, kind: str, value: int, end_user: str) -> Limit:
+def _checked(scope: str, subject: str, kind: str, bound: Bound, end_user: str) -> Limit:
+    value, alert_at = bound.value, bound.alert_at
     if scope not in SCOPES:
         raise InvalidField("scope", scope, "one of " + ", ".join(SCOPES))
     of_end_users = scope in END_USER_SCOPES
@@ -198,7 +230,13 @@ def _checked(scope: str, subject: str, kind: str, value: int, end_user: str) -> 
         raise InvalidField("kind", kind, f"for end users one of {', '.join(END_USER_KINDS)}")
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_VALUE:
         raise InvalidField("value", value, f"an integer from 0 to {MAX_VALUE}")
-    return Limit(scope=scope, subject=subject, kind=kind, value=value, end_user=end_user)
+    for name, given in (("soft", bound.soft), ("alert_at", alert_at)):
+        if kind == "in_flight" and given:
+            raise InvalidField(name, given, "none for in_flight, which counts in no window")
+    if alert_at is not None:
+        alert_at = checked_shares("alert_at", alert_at)
+    named = Limit(scope=scope, subject=subject, kind=kind, value=value, end_user=end_user)
+    return replace(named, soft=bound.soft, alert_at=alert_at)
 
 
 def admit(
@@ -208,8 +246,8 @@ def admit(
     currency: Callable[[], str] = str,
     *,
     is_shared: bool = False,
-) -> None:
-    """Check that all limits have room for ``wanted``.
+) -> tuple[Limit, ...]:
+    """Check that all limits have room for ``wanted``, and return the soft ones that have not, which refuse nothing.
 
     Raises ``LimitExceeded`` for the limit with the longest wait. If waiting never helps, raises ``RequestError`` (the
     request alone is too large) or ``PermissionDenied`` (a budget is spent for good, or a limit is zero). ``currency``
@@ -219,9 +257,13 @@ def admit(
     since the others' usage could be inferred from them.
     """
     worst: tuple[float, Limit, int, int | None] | None = None
+    beyond = []
     for limit, state in found:
         have, want = windows.used(state, limit.kind, now), wanted.of(limit.kind)
         if want <= 0 or have + want <= limit.value:
+            continue
+        if limit.soft:
+            beyond.append(limit)
             continue
         at = windows.free_at(state, limit.kind, now, allowed=limit.value, wanted=want)
         wait = float("inf") if at is None else float(at)
@@ -231,10 +273,16 @@ def admit(
         wait, limit, left, at = worst
         shown = None if is_shared and _is_of_all(limit) else left
         _refuse(limit, wanted.of(limit.kind), shown, at, now, currency() if limit.kind in BUDGETS else "")
+    return tuple(beyond)
 
 
 def _is_of_all(limit: Limit) -> bool:
     return limit.scope == "endpoint"
+
+
+def shown_to_caller(found: Iterable[Limit], *, is_shared: bool) -> tuple[Limit, ...]:
+    """Return the limits of which a caller may learn how they stand; with ``is_shared``, only its own limits."""
+    return tuple(limit for limit in found if not (is_shared and _is_of_all(limit)))
 
 
 def _refuse(limit: Limit, wanted: int, remaining: int | None, at: int | None, now: int, currency: str) -> None:
@@ -268,10 +316,13 @@ def _whose(limit: Limit) -> str:
 def standing(
     found: Iterable[tuple[Limit, WindowState]], now: int, *, is_shared: bool = False
 ) -> tuple[LimitStatus, ...]:
-    """Return, for each kind, the limit with the least left; with ``is_shared``, only of the caller's own limits."""
+    """Return, for each kind, the limit with the least left; with ``is_shared``, only of the caller's own limits.
+
+    Soft limits are left out, because clients wait where nothing is left.
+    """
     strictest: dict[Kind, LimitStatus] = {}
     for limit, state in found:
-        if is_shared and _is_of_all(limit):
+        if limit.soft or (is_shared and _is_of_all(limit)):
             continue
         remaining = max(0, limit.value - windows.used(state, limit.kind, now))
         known = strictest.get(limit.kind)

@@ -78,13 +78,16 @@ class CurrencyInfo(TypedDict):
 
 
 class LimitLeftInfo(TypedDict):
-    """The rest of a limit; ``reset_seconds`` is the time until all of it is free again, null if it never is."""
+    """The rest of a limit; ``reset_seconds`` is the time until all of it is free again, null if it never is. A ``soft``
+    limit refuses nothing: more than is ``allowed`` may be ``used``."""
 
     scope: str
     endpoint: str | None
     kind: str
     unit: str
+    soft: bool
     allowed: int | Money
+    used: int | Money
     remaining: int | Money
     reset_seconds: int | None
 

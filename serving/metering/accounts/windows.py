@@ -33,6 +33,7 @@ UNITS: dict[Kind, str] = {
     "budget_day": "a day",
     "budget_month": "a month",
 }
+RATES: tuple[Kind, ...] = ("itpm", "otpm", "qpm", "qph")
 SLOTS_BEFORE = 60
 _SLOT_SECONDS: dict[Kind, int] = {"itpm": 1, "otpm": 1, "qpm": 1, "qph": 60}
 DAY_SECONDS = 86_400
@@ -78,6 +79,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(WindowState)
 encode = _encoder.encode
 decode = _decoder.decode
+
+
+def window_seconds(kind: Kind) -> int | None:
+    """Return the length of the window of a rate; None for the other kinds."""
+    return SLOTS_BEFORE * _SLOT_SECONDS[kind] if kind in RATES else None
 
 
 def month_of(second: int) -> int:

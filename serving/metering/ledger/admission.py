@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import sqlalchemy as sa
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ...interface.errors import RequestError, Unavailable
 from ..accounts import windows
@@ -64,10 +65,12 @@ class WindowMissing(Exception):
 class Admitted(Struct, frozen=True, kw_only=True):
     limits: tuple[LimitStatus, ...]
     within_reserve: bool
+    beyond: tuple[Limit, ...] = ()
 
 
 _LIMITS = {
-    name: f"SELECT scope, subject, kind, value FROM limits WHERE (scope, subject) IN {PAIRS[name]}" for name in PAIRS
+    name: f"SELECT scope, subject, kind, value, soft FROM limits WHERE (scope, subject) IN {PAIRS[name]}"
+    for name in PAIRS
 }
 _WINDOWS = {
     name: f"SELECT scope, subject, state FROM windows WHERE (scope, subject) IN {PAIRS[name]} "
@@ -124,14 +127,14 @@ def reserve_all(
             found = _pair(_limits_of(set_limits, one.reservation), own, one.row)
             wanted = _wanted(one.reservation, one.row)
             shared = is_shared(one.reservation.key_id)
-            admit(found, now, wanted, currency, is_shared=shared)
+            beyond = admit(found, now, wanted, currency, is_shared=shared)
         except (RequestError, WindowsAhead, WindowMissing) as error:
             replies.append(error)
             continue
         for state in own.values():
             windows.charge(state, now, wanted)
         charged |= own.keys()
-        replies.append(Admitted(limits=standing(found, now, is_shared=shared), within_reserve=True))
+        replies.append(Admitted(limits=standing(found, now, is_shared=shared), within_reserve=True, beyond=beyond))
         admitted.append(one)
     taken = _take_all(connection, store, admitted, clock)
     rows = [one.row | {"charged_at": now, "bucket_milli": milli} for one, milli in zip(admitted, taken, strict=True)]
@@ -140,10 +143,7 @@ def reserve_all(
             insert_rows(connection, ledger, rows)
         save_windows(connection, {subject: states[subject] for subject in sorted(charged)})
     within = iter(one.reservation.bucket is None or milli > 0 for one, milli in zip(admitted, taken, strict=True))
-    return [
-        Admitted(limits=reply.limits, within_reserve=next(within)) if isinstance(reply, Admitted) else reply
-        for reply in replies
-    ]
+    return [replace(reply, within_reserve=next(within)) if isinstance(reply, Admitted) else reply for reply in replies]
 
 
 def _read(
@@ -163,8 +163,8 @@ def _read(
         (_WINDOWS[dialect], (parameter(sorted(subjects)),)),
     )[-2:]
     set_limits: dict[Subject, list[Limit]] = {}
-    for scope, subject, kind, value in limit_rows:
-        set_limits.setdefault((scope, subject), []).append(Limit.of_row(scope, subject, kind, value))
+    for row in limit_rows:
+        set_limits.setdefault((row[0], row[1]), []).append(Limit.of_row(*row))
     return set_limits, {(scope, subject): windows.decode(state) for scope, subject, state in window_rows}
 
 

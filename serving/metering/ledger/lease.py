@@ -13,7 +13,7 @@ from msgspec import Struct
 from ...interface.errors import Aborted
 from ...interface.labels import NONE, Labels
 from ...model_files.model_version import UNKNOWN, ModelVersion
-from ..accounts.limits import LimitStatus
+from ..accounts.limits import Limit, LimitStatus
 from ..accounts.money import FREE, Price
 from ..proof.answers import Asked, Said
 from .count_audit import BILLED_BELOW_RECEIVED, CountAudit
@@ -84,7 +84,8 @@ class Lease:
 
     It is a context manager: leaving the block always settles. ``slot`` is reserved for it in the owner's progress file.
     ``limits`` has, for each kind, the strictest limit right after the admission (for ``x-ratelimit-*`` headers).
-    ``within_reserve`` says that the reservation's bucket had room (True without a bucket). ``price`` is its row's.
+    ``within_reserve`` says that the reservation's bucket had room (True without a bucket). ``beyond`` are the soft
+    limits that it goes beyond. ``price`` is its row's.
     ``proof_key`` is the key of the request's hashes, None if its answer is not hashed.
     """
 
@@ -98,6 +99,7 @@ class Lease:
         began: Began,
         limits: tuple[LimitStatus, ...],
         within_reserve: bool,
+        beyond: tuple[Limit, ...] = (),
         price: Price = FREE,
         proof_key: bytes | None = None,
     ) -> None:
@@ -105,6 +107,7 @@ class Lease:
         self.began = began
         self.limits = limits
         self.within_reserve = within_reserve
+        self.beyond = beyond
         self.price = price
         self.proof_key = proof_key
         self.prompt_tokens = 0

@@ -194,6 +194,7 @@ class Ledger:
             began=began,
             limits=admitted.limits,
             within_reserve=admitted.within_reserve,
+            beyond=admitted.beyond,
             price=price,
             proof_key=key,
         )

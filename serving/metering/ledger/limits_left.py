@@ -17,15 +17,18 @@ from .admission import WindowMissing, is_shared
 
 
 class LimitLeft(Struct, frozen=True, kw_only=True):
-    """A limit and what is left of it. ``reset_after`` is the seconds until all of it is free again, None for a budget
-    that never is; ``endpoint`` is "" for limits of the key and its tenant."""
+    """A limit, what is used and what is left of it. ``reset_after`` is the seconds until all of it is free again, None
+    for a budget that never is; ``endpoint`` is "" for limits of the key and its tenant. ``soft`` limits refuse nothing,
+    so that more than ``allowed`` may be ``used``."""
 
     scope: Scope
     endpoint: str
     kind: windows.Kind
     allowed: int
+    used: int
     remaining: int
     reset_after: int | None
+    soft: bool
 
 
 def limits_left(
@@ -71,6 +74,8 @@ def _left(endpoint: str, limit: Limit, state: windows.WindowState | None, now: i
         endpoint=endpoint,
         kind=limit.kind,
         allowed=limit.value,
+        used=used,
         remaining=max(0, limit.value - used),
+        soft=limit.soft,
         reset_after=None if at is None else max(0, at - now),
     )

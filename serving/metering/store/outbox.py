@@ -42,6 +42,10 @@ class EventOutbox:
     def __init__(self, store: Store, urls: tuple[str, ...], *, clock: Callable[[], float] = time.time) -> None:
         self._store, self._urls, self._clock = store, urls, clock
 
+    @property
+    def has_webhooks(self) -> bool:
+        return bool(self._urls)
+
     def put(self, connection: sa.Connection, type: str, data: Mapping[str, Any]) -> None:
         """Add an event in the transaction of what it tells of; nothing if there are no webhooks."""
         if not self._urls:

@@ -196,6 +196,8 @@ limits = sa.Table(
     sa.Column("subject", sa.String(512), primary_key=True),
     sa.Column("kind", sa.String(32), primary_key=True),
     sa.Column("value", sa.BigInteger, nullable=False),
+    sa.Column("soft", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("alert_at", sa.JSON(none_as_null=True)),  # shares at which webhooks are told; NULL: those of the server
 )
 
 windows = sa.Table(

@@ -93,7 +93,9 @@ class Invariants:
 
     def _check_limits(self, row: sqlite3.Row, rows: Iterable[sqlite3.Row]) -> None:
         """Check that the limits had room for a row that was just admitted."""
-        found = self._database.store.read(lambda connection: connection.execute(sa.select(limits_table)).all())
+        columns = [limits_table.c[name] for name in ("scope", "subject", "kind", "value")]
+        hard = sa.select(*columns).where(~limits_table.c.soft)
+        found = self._database.store.read(lambda connection: connection.execute(hard).all())
         subjects: dict[str, Subject] = dict(
             zip(("endpoint", "key", "tenant", "user"), subjects_of(_strings(row)), strict=True)
         )

@@ -421,16 +421,20 @@ export interface LimitInfo {
   kind: "itpm" | "otpm" | "qpm" | "qph" | "in_flight" | "budget" | "budget_day" | "budget_month";
   value: number | string;
   end_user: string;
+  soft: boolean;
+  alert_at: number[] | null;
   unit: string;
 }
 
-/** The rest of a limit; `reset_seconds` is the time until all of it is free again, null if it never is. */
+/** The rest of a limit; `reset_seconds` is the time until all of it is free again, null if it never is. A `soft` limit refuses nothing: more than is `allowed` may be `used`. */
 export interface LimitLeftInfo {
   scope: string;
   endpoint: string | null;
   kind: string;
   unit: string;
+  soft: boolean;
   allowed: number | string;
+  used: number | string;
   remaining: number | string;
   reset_seconds: number | null;
 }

@@ -21,9 +21,10 @@ from mlflow_llm.serving.control.settings import ServerSettings
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Limits, Price, Store
-from mlflow_llm.serving.metering.accounts.limits import check_integrity, plain
+from mlflow_llm.serving.metering.accounts.limits import Bound, check_integrity, plain
 from mlflow_llm.serving.metering.accounts.money import units
 from mlflow_llm.serving.modes import PayPerToken
+from mlflow_llm.serving.observability.metrics import OWN
 from mlflow_llm.serving.routing.admission import profiles_of
 from mlflow_llm.serving.routing.served_endpoints import ServedEndpoint
 
@@ -83,6 +84,22 @@ def test_fields_that_the_mode_does_not_take(place: Place) -> None:
     answer = place.ask(n=2)
     allowed = "1: more choices are available on provisioned throughput endpoints only"
     assert (answer.status_code, answer.json["error"]["message"]) == (400, f"n: 2 is not allowed; expected {allowed}")
+
+
+@pytest.mark.parametrize("scope", ["key", "tenant", "endpoint", "user"])
+def test_a_soft_limit_refuses_nothing(place: Place, scope: str) -> None:
+    """Requests beyond it are admitted, named in a header (but for one that others use too) and counted."""
+    labels, name = {"endpoint": "assistant", "scope": scope, "kind": "qpm"}, "mlflow_llm_soft_limit_exceeded_total"
+    before = OWN.get_sample_value(name, labels) or 0.0
+    place.limits.set(scope, place.subject(scope), "qpm", Bound(value=1, soft=True))
+    first, second = place.ask(), place.ask()
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert "x-ratelimit-soft-exceeded" not in first.headers
+    assert second.headers.get("x-ratelimit-soft-exceeded") == (None if scope == "endpoint" else f"{scope} qpm")
+    assert "x-ratelimit-limit-requests" not in second.headers  # clients would wait
+    assert OWN.get_sample_value(name, labels) == before + 1
+    place.limits.set(scope, place.subject(scope), "qpm", 1)
+    assert place.ask().status_code == 429
 
 
 @pytest.mark.parametrize("scope", ["key", "tenant", "endpoint", "user"])

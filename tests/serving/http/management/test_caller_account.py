@@ -88,7 +88,9 @@ def test_an_account_shows_what_is_left_of_each_limit(
         "endpoint": None,
         "kind": "otpm",
         "unit": "output tokens a minute",
+        "soft": False,
         "allowed": 100,
+        "used": 4,
         "remaining": 96,
         "reset_seconds": 0,
     }

@@ -15,7 +15,7 @@ from mlflow_llm.serving.interface.errors import InvalidField
 from mlflow_llm.serving.metering import Store
 from mlflow_llm.serving.metering.accounts import windows
 from mlflow_llm.serving.metering.accounts.budget_alerts import LOOK_SECONDS, BudgetAlerts
-from mlflow_llm.serving.metering.accounts.limits import Limits
+from mlflow_llm.serving.metering.accounts.limits import Bound, Limits
 from mlflow_llm.serving.metering.accounts.windows import Amounts, WindowState
 from mlflow_llm.serving.metering.store.outbox import EventOutbox
 from mlflow_llm.serving.metering.store.tables import webhook_deliveries
@@ -38,10 +38,10 @@ class Place:
         clock = {"clock": lambda: self.now, "monotonic": lambda: self.now}
         return BudgetAlerts(self.store, self.outbox, (0.8, 0.5, 1.0), **clock)  # type: ignore[arg-type]
 
-    def spend(self, scope: str, subject: str, money: int) -> None:
+    def spend(self, scope: str, subject: str, money: int, queries: int = 0) -> None:
         """Charge a window as an admission does, and let the leader look."""
         state = self.states.setdefault((scope, subject), WindowState())
-        windows.charge(state, int(self.now), Amounts(money=money))
+        windows.charge(state, int(self.now), Amounts(money=money, queries=queries))
         values = {"state": windows.encode(state)}
         new = self.store.insert(window_table).values(scope=scope, subject=subject, **values)
         kept = new.on_conflict_do_update(index_elements=["scope", "subject"], set_=values)
@@ -76,7 +76,8 @@ def test_each_share_is_told_of_once_a_period(place: Place) -> None:
     place.spend("tenant", "team", 1)
     (first,) = place.told()
     assert (float(first.pop("used")), float(first.pop("budget"))) == (5.0, 10.0)
-    assert first == {"scope": "tenant", "subject": "team", "kind": "budget_day", "currency": "", "share": 0.5}
+    named = {"scope": "tenant", "subject": "team", "kind": "budget_day", "currency": "", "share": 0.5}
+    assert first == named | {"soft": False}
     place.alerts = place.new_alerts()
     place.spend("tenant", "team", 5_000_000)
     place.look()
@@ -114,6 +115,44 @@ def test_a_users_budget_is_that_of_each_key(place: Place) -> None:
     place.spend("endpoint", "chat", 1000)
     (told,) = place.told()
     assert (told["scope"], told["subject"], told["key_id"], told["share"]) == ("user", "chat", "k1", 0.5)
+
+
+def test_a_limits_own_shares_replace_those_of_the_server(place: Place) -> None:
+    """A limit with shares is told of at these alone, at none if the list is empty; a soft one also when it is used."""
+    limits = Limits(place.store)
+    limits.set("tenant", "team", "budget", Bound(value=100, alert_at=(0.9,)))
+    limits.set("tenant", "quiet", "budget", Bound(value=100, alert_at=()))
+    limits.set("tenant", "soft", "budget", Bound(value=100, alert_at=(0.9,), soft=True))
+    for tenant in ("team", "quiet", "soft"):
+        place.spend("tenant", tenant, 150)
+    found = {(one["subject"], one["share"], one["soft"]) for one in place.told()}
+    assert found == {("team", 0.9, False), ("soft", 0.9, True), ("soft", 1.0, True)}
+
+
+def test_a_rate_is_told_of_once_a_window(place: Place) -> None:
+    """The same queries are told of once, although the minute of the clock ends between two looks; later ones again."""
+    Limits(place.store).set("key", "k1", "qpm", Bound(value=2, soft=True))
+    place.now += 30
+    place.spend("key", "k1", 0, queries=2)
+    place.look()
+    (told,) = place.told()
+    assert (told["kind"], told["used"], told["limit"], told["soft"]) == ("qpm", 2, 2, True)
+    place.now += 120
+    place.spend("key", "k1", 0, queries=2)
+    assert len(place.told()) == 2
+
+
+def test_end_users_are_told_of_by_name(place: Place) -> None:
+    """Each end user's window is told of at the shares of the rule, unless an own limit replaces it."""
+    limits = Limits(place.store)
+    limits.set("tenant_user", "team", "budget_day", Bound(value=10, alert_at=(1.0,)))
+    limits.set("tenant_user", "team", "budget_day", 10, end_user="bo")
+    limits.set("endpoint_user", "chat", "budget_day", Bound(value=10, alert_at=(1.0,)))
+    place.spend("tenant_user", "team\nada", 10)
+    place.spend("tenant_user", "team\nbo", 10)
+    place.spend("endpoint_user", "chat\nteam\nada", 10)
+    found = {(one["subject"], one.get("tenant"), one["end_user"]) for one in place.told()}
+    assert found == {("team", None, "ada"), ("chat", "team", "ada")}
 
 
 def test_only_the_leader_tells(place: Place) -> None:

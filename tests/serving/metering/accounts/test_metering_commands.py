@@ -75,6 +75,18 @@ def test_limits(run, store):
         run("limits", "remove", "tenant", "acme", "qph")
 
 
+def test_soft_limits(run, store):
+    """A soft limit and its alerts are set, shown and taken back."""
+    told = run("limits", "set", "tenant", "acme", "budget=5", "--soft", "--alert-at", "0.8,0.5")
+    assert told.splitlines()[0] == "tenant acme: 5.00 currency units in all, soft, alerts at 0.5, 0.8"
+    (limit,) = Limits(store).list()
+    assert (limit.soft, limit.alert_at) == (True, (0.5, 0.8))
+    assert run("limits", "list").splitlines()[1].split()[-3:] == ["yes", "0.5,", "0.8"]
+    run("limits", "set", "tenant", "acme", "budget=5")
+    (limit,) = Limits(store).list()
+    assert (limit.soft, limit.alert_at) == (False, None)
+
+
 def test_limits_of_unknown_subjects(run, store, sqlite_url):
     """A limit for an unknown key is refused; one for an unknown endpoint is set with a note."""
     with pytest.raises(NotFound, match="no key 'key_nope'"):
