@@ -27,7 +27,7 @@ from ..store.tables import api_keys, old_secrets, tenants
 from ..store.time_formats import NEVER, parse_duration, parse_expiry
 from .audit import Actor, record
 from .authorization import ANONYMOUS, SCOPES, Caller
-from .limits import Bound, Limits
+from .limits import SHADOW, Bound, Limits
 
 CACHE_SECONDS = 2.0
 CACHE_SIZE = 10_000
@@ -104,6 +104,8 @@ class Keys:
         scopes, limits = tuple(scopes), tuple(limits)
         if not isinstance(tenant, str) or not 0 < len(tenant) <= 128 or "\0" in tenant:
             raise InvalidField("tenant", tenant, "a name of 1 to 128 characters")
+        if tenant == SHADOW:
+            raise InvalidField("tenant", tenant, "another name: under this one copies of requests are counted")
         now_ms = self.now_ms()
         secret = _new_secret()
         key = ApiKey(

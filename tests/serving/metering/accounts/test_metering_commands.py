@@ -179,6 +179,7 @@ def test_prices(run, store):
         (("limits", "set", "tenant", "a", "budget=NaN"), "budget"),
         (("limits", "set", "tenant", "", "qph=1"), "subject"),
         (("keys", "create", "--limit", "x=1"), "limit"),
+        (("keys", "create", "--tenant", "shadow"), "tenant"),
         (("keys", "create", "--tenant", ""), "tenant"),
         (("prices", "set", "m", "--input", "-1"), "input"),
         (("prices", "set", "m", "--input", "1", "--cached", "2"), "cached"),
