@@ -35,6 +35,8 @@ UNITS: dict[Kind, str] = {
 }
 RATES: tuple[Kind, ...] = ("itpm", "otpm", "qpm", "qph")
 SLOTS_BEFORE = 60
+ALL_OF_IT = 2**62
+"""More than any limit."""
 _SLOT_SECONDS: dict[Kind, int] = {"itpm": 1, "otpm": 1, "qpm": 1, "qph": 60}
 DAY_SECONDS = 86_400
 
@@ -58,10 +60,24 @@ class Amounts(Struct, frozen=True, kw_only=True):
         return self.in_flight if kind == "in_flight" else self.money
 
 
+UNBOUNDED = -1
+"""The amount of a slice of what had no limit when it was lent."""
+
+
+class Lent(Struct, array_like=True, frozen=True):
+    """A slice of a window that is lent to a process until second ``until``: the ``amounts`` that it may charge without
+    asking, and those that it has charged and not reported. ``number`` counts its rounds of lending."""
+
+    number: int
+    until: int
+    amounts: Amounts
+
+
 class WindowState(Struct, array_like=True):
     """All windows of one subject.
 
-    ``slots[kind]`` maps slot numbers to amounts; ``money`` has the total and amounts by UTC period.
+    ``slots[kind]`` maps slot numbers to amounts; ``money`` has the total and amounts by UTC period. ``lent`` are the
+    slices of processes, which were asked at second ``recalled`` to give them back.
     """
 
     latest: int = 0
@@ -70,6 +86,8 @@ class WindowState(Struct, array_like=True):
     money: int = 0
     day: tuple[int, int] = (0, 0)
     month: tuple[int, int] = (0, 0)
+    lent: dict[str, Lent] = {}
+    recalled: int = 0
 
     def copy(self) -> WindowState:
         return decode(encode(self))
@@ -135,6 +153,12 @@ def used(state: WindowState, kind: Kind, now: int) -> int:
         return state.month[1] if state.month[0] == month_of(now) else 0
     first = now // _SLOT_SECONDS[kind] - SLOTS_BEFORE
     return sum(amount for slot, amount in state.slots.get(kind, {}).items() if slot >= first)
+
+
+def lent(state: WindowState, kind: Kind) -> int:
+    """Return the amount that counts against a limit of ``kind`` because it is lent."""
+    amounts = [one.amounts.of(kind) for one in state.lent.values()]
+    return ALL_OF_IT if UNBOUNDED in amounts else sum(amounts)
 
 
 def free_at(state: WindowState, kind: Kind, now: int, *, allowed: int, wanted: int) -> int | None:

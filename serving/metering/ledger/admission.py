@@ -14,18 +14,15 @@ import sqlalchemy as sa
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...interface.errors import RequestError, Unavailable
+from ...interface.errors import LimitExceeded, PermissionDenied, RequestError, Unavailable
 from ..accounts import windows
-from ..accounts.authorization import ANONYMOUS
 from ..accounts.limits import (
     END_USER_SCOPES,
-    SHADOW,
     Limit,
     LimitStatus,
     Subject,
     admit,
     in_force,
-    limited_by,
     rebuilt,
     standing,
     subjects_of,
@@ -36,16 +33,20 @@ from ..accounts.monotonic_clock import MonotonicClock
 from ..accounts.windows import Amounts, WindowState
 from ..store.statements import FOR_UPDATE, PAIRS, fetch, insert_rows, parameter, pipelined
 from ..store.store import Store
-from ..store.tables import buckets, ledger, limits
+from ..store.tables import buckets, ledger, limits, new_epoch
 from ..store.tables import windows as window_table
+from .asked import Asked, limited, wanted_of
 from .lease import Bucket, Reservation
 from .settlement import LEDGER_FIRST, save_windows
+from .slices import HOLD_OFF_SECONDS, Drawn, is_shared
 
 END_USER_IDLE_SECONDS = 3660
 """How long a window of an end user is kept after its last use; of the longest window of rates, nothing is lost then."""
 MAX_END_USER_WINDOWS = 100_000
 PRUNE_ROWS = 2000
 """Windows that one transaction deletes, so that it holds the write lock of SQLite only for a moment."""
+RECALL_SECONDS = 2
+"""So long a request that is refused waits for what is lent of its limits: its holders ask several times a second."""
 RETRY_SECONDS = 30.0
 """The ``Retry-After`` of what an operator has to put right."""
 
@@ -62,10 +63,21 @@ class WindowMissing(Exception):
         self.subjects = subjects
 
 
+class LentElsewhere(Exception):
+    """``refusal`` would be one if what is lent were used; it has been recalled, and is back in a moment."""
+
+    def __init__(self, refusal: RequestError) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
+
+
 class Admitted(Struct, frozen=True, kw_only=True):
+    """The outcome of an admission; ``drawn`` says from which slices, if it was from some."""
+
     limits: tuple[LimitStatus, ...]
     within_reserve: bool
     beyond: tuple[Limit, ...] = ()
+    drawn: Drawn | None = None
 
 
 _LIMITS = {
@@ -79,14 +91,6 @@ _WINDOWS = {
 }
 
 
-class Asked(Struct, kw_only=True):
-    """A reservation that asks to be admitted, and its row of the ledger; ``is_sent`` once the store may have it."""
-
-    reservation: Reservation
-    row: dict[str, object]
-    is_sent: bool = False
-
-
 Reply: TypeAlias = Admitted | Exception
 
 
@@ -95,6 +99,8 @@ def reserve(
 ) -> Admitted:
     """Write the open row and charge the windows. Raises ``LimitExceeded``, ``WindowMissing``, ``IntegrityError``."""
     (reply,) = reserve_all(connection, [Asked(reservation=reservation, row=row)], store, clock=clock, commit=False)
+    if isinstance(reply, LentElsewhere):
+        raise reply.refusal
     if isinstance(reply, Exception):
         raise reply
     return reply
@@ -111,7 +117,7 @@ def reserve_all(
     second, so that windows only ever move forward. Raises ``IntegrityError`` if one of the request ids is in use.
     """
     set_limits, states = _read(connection, asked)
-    ahead = _move_up_all(clock, states)
+    ahead = move_up_all(clock, states)
     now = int(clock.now())
     replies: list[Reply] = []
     admitted: list[Asked] = []
@@ -124,12 +130,19 @@ def reserve_all(
             for subject in own:
                 if subject in ahead:
                     raise ahead[subject]
+            if ended := tuple(subject for subject, state in own.items() if has_ended(state, now)):
+                raise WindowMissing(ended)
             found = _pair(_limits_of(set_limits, one.reservation), own, one.row)
-            wanted = _wanted(one.reservation, one.row)
+            wanted = wanted_of(one)
             shared = is_shared(one.reservation.key_id)
             beyond = admit(found, now, wanted, currency, is_shared=shared)
         except (RequestError, WindowsAhead, WindowMissing) as error:
-            replies.append(error)
+            recalled = {subject for subject, state in own.items() if _recall(state, now)}
+            if recalled and isinstance(error, LimitExceeded | PermissionDenied):
+                charged |= recalled  # they are saved
+                replies.append(LentElsewhere(error))
+            else:
+                replies.append(error)
             continue
         for state in own.values():
             windows.charge(state, now, wanted)
@@ -146,6 +159,20 @@ def reserve_all(
     return [replace(reply, within_reserve=next(within)) if isinstance(reply, Admitted) else reply for reply in replies]
 
 
+def has_ended(state: WindowState, now: int) -> bool:
+    """Return whether a slice was not given back in time: what it has charged is in the ledger alone."""
+    return any(lent.until < now for lent in state.lent.values())
+
+
+def _recall(state: WindowState, now: int) -> bool:
+    """Ask for what is lent, and return whether it is worth waiting for: not if it was asked for long ago."""
+    if not state.lent:
+        return False
+    if now - state.recalled > HOLD_OFF_SECONDS:
+        state.recalled = now
+    return now - state.recalled < RECALL_SECONDS
+
+
 def _read(
     connection: sa.Connection, asked: Sequence[Asked]
 ) -> tuple[dict[Subject, list[Limit]], dict[Subject, WindowState]]:
@@ -153,7 +180,7 @@ def _read(
 
     Limits are by (scope, subject) as they were set, windows as they are counted; these are locked.
     """
-    named = {pair for one in asked for pair in _limited(one.reservation)}
+    named = {pair for one in asked for pair in limited(one.reservation)}
     subjects = {subject for one in asked for subject in subjects_of(one.row)}  # type: ignore[arg-type]
     dialect = connection.dialect.name
     limit_rows, window_rows = fetch(
@@ -168,18 +195,11 @@ def _read(
     return set_limits, {(scope, subject): windows.decode(state) for scope, subject, state in window_rows}
 
 
-def _limited(reservation: Reservation) -> tuple[Subject, ...]:
-    """Return the subjects of the limits that apply: none for a copy of a request."""
-    if reservation.mode == SHADOW:
-        return ()
-    return limited_by(reservation.endpoint, reservation.key_id, reservation.tenant, reservation.limited_user)
-
-
 def _limits_of(set_limits: dict[Subject, list[Limit]], reservation: Reservation) -> list[Limit]:
-    return in_force(limit for pair in _limited(reservation) for limit in set_limits.get(pair, ()))
+    return in_force(limit for pair in limited(reservation) for limit in set_limits.get(pair, ()))
 
 
-def _move_up_all(clock: MonotonicClock, states: dict[Subject, WindowState]) -> dict[Subject, WindowsAhead]:
+def move_up_all(clock: MonotonicClock, states: dict[Subject, WindowState]) -> dict[Subject, WindowsAhead]:
     """Move ``clock`` up to the latest second of the windows; return those that are too far ahead, with the error."""
     ahead = {}
     for subject, state in states.items():
@@ -216,21 +236,6 @@ def _move_up(clock: MonotonicClock, states: dict[Subject, WindowState]) -> None:
         clock.move_up_to(state.latest)
 
 
-def is_shared(key_id: str) -> bool:
-    """Return whether the caller with this key shares its endpoints with others."""
-    return key_id != ANONYMOUS.key_id
-
-
-def _wanted(reservation: Reservation, row: dict[str, object]) -> Amounts:
-    return Amounts(
-        input=reservation.input_tokens,
-        output=reservation.max_output_tokens,
-        queries=1,
-        in_flight=1,
-        money=int(str(row["reserved_cost"])),
-    )
-
-
 def _pair(
     set_limits: list[Limit], states: dict[Subject, WindowState], row: dict[str, object]
 ) -> list[tuple[Limit, WindowState]]:
@@ -245,10 +250,23 @@ def open_windows(connection: sa.Connection, store: Store, subjects: tuple[Subjec
     """Build windows from the ledger while nothing else writes to it. At second ``now`` those of end users are used."""
     store.lock_ledger(connection)
     for scope, subject in subjects:
-        state = rebuilt(connection, (scope, subject))
-        used_at = max(now, state.latest) if scope in END_USER_SCOPES else None
-        row = {"scope": scope, "subject": subject, "state": windows.encode(state), "used_at": used_at}
-        connection.execute(store.insert(window_table).values(row).on_conflict_do_nothing())
+        this = sa.and_(window_table.c.scope == scope, window_table.c.subject == subject)
+        stored = connection.execute(sa.select(window_table.c.state).where(this)).scalar_one_or_none()
+        if stored is None or has_ended(windows.decode(stored), now):
+            build(connection, store, (scope, subject), now)
+
+
+def build(connection: sa.Connection, store: Store, subject: Subject, now: int) -> None:
+    """Build a window from the ledger. What was lent of an earlier one is void: rows say what was used of it.
+
+    The caller holds ``Store.lock_ledger``.
+    """
+    state = rebuilt(connection, subject)
+    used_at = max(now, state.latest) if subject[0] in END_USER_SCOPES else None
+    values = {"state": windows.encode(state), "used_at": used_at, "epoch": new_epoch()}
+    row = {"scope": subject[0], "subject": subject[1], **values}
+    insert = store.insert(window_table).values(row)
+    connection.execute(insert.on_conflict_do_update(index_elements=["scope", "subject"], set_=values))
 
 
 def prune_windows(connection: sa.Connection, now: int) -> int:
@@ -318,6 +336,8 @@ def check(
     columns = (window_table.c.scope, window_table.c.subject, window_table.c.state)
     rows = connection.execute(sa.select(*columns).where(_any(window_table, dict(of_limits.values()))))
     states = {(scope, subject): windows.decode(state) for scope, subject, state in rows}
+    for state in states.values():
+        state.lent = {}  # it comes back if it is needed
     _move_up(clock, states)
     paired = [(limit, states.get(of_limits[limit.scope], WindowState())) for limit in set_limits]
     shared = is_shared(key_id)

@@ -33,13 +33,16 @@ from ..store.group_commit import GroupCommit
 from ..store.staleness import StalenessDetector
 from ..store.store import Store
 from ..store.tables import ledger
-from . import admission, crash_recovery, engine_journals
-from .admission import Admitted, Asked, Reply, WindowMissing, WindowsAhead
+from . import admission, crash_recovery, engine_journals, fenced
+from .admission import RECALL_SECONDS, Admitted, LentElsewhere, Reply, WindowMissing, WindowsAhead
+from .asked import Asked
 from .count_audit import CountAudit
 from .lease import Began, Lease, Reservation
 from .lease_owner import LeaseOwner
+from .lending import LEND_SECONDS, Lender
 from .limits_left import LimitLeft, limits_left
 from .settlement import Settlement, settle_all, settle_in
+from .slices import Drawn, Slices, key_of
 from .store_clock import StoreClock
 from .store_directory import ENGINES, open_directory
 
@@ -56,8 +59,19 @@ PRUNE_SECONDS = 60
 MAX_TOKENS = 2**40
 MAX_CHAIN_BATCHES = 50
 """At most so many batches of links a round of upkeep, which has other work too."""
+LENT_ELSEWHERE_PAUSE = 0.05
+"""Seconds until a request that waits for what is lent asks again."""
+LENDER_PAUSE = 0.02
+"""Seconds between two rounds of lending, however much is asked for."""
 CHAIN_PAUSE = 0.02
 """Seconds between two batches, in which requests that wait for SQLite's lock get it."""
+
+
+class Closed(Struct, frozen=True, kw_only=True):
+    """A settlement on its way to the store, and what its request has drawn from slices."""
+
+    settlement: Settlement
+    drawn: Drawn | None = None
 
 
 class LedgerStatus(Struct, frozen=True, kw_only=True):
@@ -115,7 +129,12 @@ class Ledger:
         self._recovery = crash_recovery.Recovery(store, self.state_dir, monotonic=monotonic, settled=settled)
         self._orphans = StalenessDetector(ORPHAN_SECONDS, monotonic=monotonic)
         self._admissions: GroupCommit[Asked, Admitted] = GroupCommit(self._reserve_all)
-        self._settlements: GroupCommit[Settlement, bool] = GroupCommit(self._settle_all)
+        self._settlements: GroupCommit[Closed, bool] = GroupCommit(self._settle_all)
+        self._slices = Slices(monotonic=monotonic)
+        self._lender = Lender(store, self._slices, self._window_clock, self._holder)
+        self._drawn: dict[str, Drawn] = {}
+        """What the open leases have drawn, by their requests' ids."""
+        self._lending: threading.Thread | None = None
         self._lock = threading.Lock()
         self._owner: LeaseOwner | None = None
         self._open: dict[str, Lease] = {}
@@ -199,6 +218,8 @@ class Ledger:
             proof_key=key,
         )
         self._open[reservation.request_id] = lease
+        if admitted.drawn is not None:
+            self._drawn[reservation.request_id] = admitted.drawn
         return lease
 
     def _prove(self, reservation: Reservation, row: dict[str, object]) -> bytes | None:
@@ -314,7 +335,15 @@ class Ledger:
         return LedgerStatus(open_rows=self._open_rows, spooled=waiting + len(self._unspooled), answers=answers)
 
     def _reserve(self, asked: Asked) -> Admitted:
-        return self._admissions(self._lane(asked.reservation.tenant), asked)
+        until = time.monotonic() + RECALL_SECONDS
+        while True:
+            try:
+                return self._admissions(self._lane(asked.reservation.tenant), asked)
+            except LentElsewhere as lent:
+                if self._is_ending or time.monotonic() > until:
+                    raise lent.refusal from None
+                self._slices.wanted.set()  # some of it may be lent to this process
+                time.sleep(LENT_ELSEWHERE_PAUSE)
 
     @property
     def waiting(self) -> int:
@@ -333,6 +362,43 @@ class Ledger:
         self._check_open()  # it may have waited for a group that failed
         for one in asked:
             one.is_sent = True
+        now = int(self._window_clock.now())
+        drawn = [self._slices.draw(one, now) for one in asked]
+        if not any(drawn):
+            return self._reserve_in_store(asked)
+        replies: list[Reply | None] = [None] * len(asked)
+        if self._insert(asked, drawn):
+            for i, drew in enumerate(drawn):
+                if drew is not None:
+                    replies[i] = Admitted(limits=drew.limits, within_reserve=True, drawn=drew)
+        rest = [i for i, reply in enumerate(replies) if reply is None]
+        for i, reply in zip(rest, self._reserve_in_store([asked[i] for i in rest]) if rest else (), strict=True):
+            replies[i] = reply
+        return [reply for reply in replies if reply is not None]
+
+    def _insert(self, asked: Sequence[Asked], drawn: Sequence[Drawn | None]) -> bool:
+        """Write the rows of what was drawn; return False if all of it is to be admitted in the store.
+
+        If the outcome is not known, the windows are built from the rows, and those that are there are recognised.
+        """
+        drew = [one for one in drawn if one is not None]
+        try:
+            written = self.store.write(partial(fenced.insert, drawn=drew), timeout=ADMISSION_TIMEOUT)
+        except BaseException as error:
+            for one in drew:
+                self._slices.doubt(one)
+            if isinstance(error, Unavailable) or not isinstance(error, Exception):
+                raise
+            return False
+        for ask, charged in zip(asked, drawn, strict=True):
+            if charged is not None and written:
+                self._slices.admitted(charged)
+            elif charged is not None:
+                self._slices.undo(charged, key_of(ask))
+        return written
+
+    def _reserve_in_store(self, asked: Sequence[Asked]) -> list[Reply]:
+        """Check and charge the windows themselves. Raises ``Unavailable``."""
         work = partial(admission.reserve_all, asked=asked, store=self.store, clock=self._window_clock)
         try:
             replies = self.store.write(work, timeout=ADMISSION_TIMEOUT)
@@ -348,8 +414,11 @@ class Ledger:
         if missing:
             subjects = sorted({one for i in missing for one in replies[i].subjects})  # type: ignore[union-attr]
             self.store.write(self._build(tuple(subjects)), timeout=ADMISSION_TIMEOUT)
-            for i, reply in zip(missing, self._reserve_all([asked[i] for i in missing]), strict=True):
+            for i, reply in zip(missing, self._reserve_in_store([asked[i] for i in missing]), strict=True):
                 replies[i] = reply
+        for one, reply in zip(asked, replies, strict=True):
+            if isinstance(reply, Admitted):
+                self._slices.note(one)
         return replies
 
     def _build(self, subjects: tuple[Subject, ...]) -> Callable[[sa.Connection], None]:
@@ -358,7 +427,7 @@ class Ledger:
 
     def _reserve_one(self, asked: Asked) -> Reply:
         try:
-            return self._reserve_all([asked])[0]
+            return self._reserve_in_store([asked])[0]
         except Unavailable:
             raise
         except Exception as error:
@@ -396,8 +465,12 @@ class Ledger:
     def drop_lease(self, lease: Lease, owner: LeaseOwner, slot: int) -> None:
         """Forget a lease whose settlement was not left to the ledger (``Lease.hold``)."""
         self._open.pop(lease.request_id, None)
+        self._drawn.pop(lease.request_id, None)
         self.audit.settled(lease.request_id)
         owner.progress.give_back(slot)
+
+    def _holder(self) -> str:
+        return self._ensure_owner().name
 
     @property
     def owner(self) -> str:
@@ -435,10 +508,11 @@ class Ledger:
 
     def settled_in_store(self, settlement: Settlement, tenant: str) -> bool:
         """Settle in the store, together with what else waits there; return whether it took the settlement."""
+        drawn = self._drawn.pop(settlement.request_id, None)
         if time.monotonic() < self._spooling_until:
             return False
         try:
-            if self._settlements(self._lane(tenant), settlement):
+            if self._settlements(self._lane(tenant), Closed(settlement=settlement, drawn=drawn)):
                 self.audit.settled(settlement.request_id)
         except Unavailable as error:
             self._spooling_until = time.monotonic() + BREAKER_SECONDS
@@ -449,9 +523,40 @@ class Ledger:
             return False
         return True
 
-    def _settle_all(self, settlements: Sequence[Settlement]) -> list[bool | Exception]:
+    def _settle_all(self, closed: Sequence[Closed]) -> list[bool | Exception]:
         if time.monotonic() < self._spooling_until:  # they have waited for a group that failed
             raise Unavailable("the metering store does not answer", retry_after=BREAKER_SECONDS)
+        done = self._close_rows(closed)
+        rest = [one.settlement for one in closed if one.settlement.request_id not in done]
+        found = iter(self._settle_in_store(rest) if rest else [])
+        return [one.settlement.request_id in done or next(found) for one in closed]
+
+    def _close_rows(self, closed: Sequence[Closed]) -> set[str]:
+        """Close rows of requests that have drawn from slices, which get the credit, and return their ids."""
+        mine = [
+            (one.drawn, fenced.closing(one.settlement, one.drawn))
+            for one in closed
+            if one.drawn is not None and self._slices.begin_settling(one.drawn)
+        ]
+        if not mine:
+            return set()
+        work = partial(fenced.close_rows, closings=[one for _, one in mine], drawn=[drawn for drawn, _ in mine])
+        done: set[str] = set()
+        try:
+            done = self.store.write(work, timeout=SETTLE_TIMEOUT)
+        except Unavailable:
+            raise
+        except Exception:
+            log.exception("settlements failed; each is tried by itself")
+        finally:  # a row that was not closed may have been closed by an attempt whose answer was lost
+            for drawn, one in mine:
+                if one.values["request_id"] in done:
+                    self._slices.credit(drawn, one.change)
+                else:
+                    self._slices.doubt(drawn)
+        return done
+
+    def _settle_in_store(self, settlements: Sequence[Settlement]) -> list[bool | Exception]:
         try:
             return list(self.store.write(partial(settle_all, settlements=settlements), timeout=SETTLE_TIMEOUT))
         except Unavailable:
@@ -459,7 +564,7 @@ class Ledger:
         except Exception as error:  # of one of them
             if len(settlements) == 1:
                 return [error]
-            return [self._settle_all([one])[0] for one in settlements]
+            return [self._settle_in_store([one])[0] for one in settlements]
 
     def _settle(self, settlement: Settlement, *, timeout: float | None = None) -> None:
         if settle_in(self.store, settlement, timeout=timeout):
@@ -484,6 +589,8 @@ class Ledger:
             if self._owner is None or self._owner.pid != os.getpid():
                 if self._owner is not None:  # after a fork: the parent's leases stay the parent's
                     self._owner, self._open, self._unspooled, self._thread = None, {}, [], None
+                    self._slices, self._drawn, self._lending = Slices(monotonic=self.monotonic), {}, None
+                    self._lender = Lender(self.store, self._slices, self._window_clock, self._holder)
                 try:
                     self._owner = LeaseOwner(self.state_dir)
                 except OSError as error:
@@ -562,6 +669,36 @@ class Ledger:
                 target=self._upkeep, args=(interval, self._stop), name="ledger-upkeep", daemon=True
             )
             self._thread.start()
+            if self.store.has_clock:
+                self._slices.is_lending = True
+                self._lending = threading.Thread(
+                    target=self._lend, args=(self._stop,), name="ledger-lending", daemon=True
+                )
+                self._lending.start()
+
+    def lend(self) -> bool:
+        """Do one round of lending, as ``start`` does several times a second: report what was charged to slices, get and
+        return some. Return whether another one is due. Raises ``Unavailable``.
+
+        Only with PostgreSQL, where processes of many hosts share windows; SQLite takes one transaction at a time, and
+        each sees all windows.
+        """
+        if not self.store.has_clock:
+            return False
+        self._slices.is_lending = not self._is_ending
+        return self._lender.round()
+
+    def _lend(self, stop: threading.Event) -> None:
+        busy = False
+        while not stop.is_set():
+            self._slices.wanted.wait(LEND_SECONDS if busy else 1.0)
+            try:
+                busy = self.lend()
+            except Unavailable as error:
+                self._note(error)
+            except Exception:
+                log.exception("a round of lending failed; it is tried again")
+            stop.wait(LENDER_PAUSE)
 
     def _upkeep(self, interval: float, stop: threading.Event) -> None:
         while True:
@@ -590,6 +727,7 @@ class Ledger:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=10)
         self._thread = None
+        self._give_back_slices()
         owner, self._owner = self._owner, None
         if owner is None or owner.pid != os.getpid():
             return
@@ -600,6 +738,18 @@ class Ledger:
         except Unavailable:
             log.warning("settlements stay in the spool until a process recovers them")
         owner.close(settled=not self._open and not self._unspooled)
+
+    def _give_back_slices(self) -> None:
+        """Report what was charged to slices, and return them; if the store does not answer, they end."""
+        self._slices.wanted.set()
+        if self._lending is not None and self._lending is not threading.current_thread():
+            self._lending.join(timeout=10)
+        self._lending = None
+        self._slices.close()
+        if self._owner is None or self._owner.pid != os.getpid():
+            return
+        with contextlib.suppress(Unavailable):
+            self._lender.round()
 
 
 def _ending() -> Unavailable:

@@ -111,7 +111,7 @@ def settle_all(connection: sa.Connection, settlements: Sequence[Settlement], *, 
     applied = []
     for settlement in settlements:
         row = rows.get(settlement.request_id)
-        closing = None if row is None else _closing(settlement, row)
+        closing = None if row is None else closing_of(settlement, row)
         applied.append(closing is not None)
         if row is None or closing is None:
             continue
@@ -149,7 +149,7 @@ def _read(
     return {row[0]: dict(zip(_SETTLED_BY, row, strict=True)) for row in rows}, states
 
 
-def _closing(settlement: Settlement, found: dict[str, Any]) -> tuple[dict[str, Any], Amounts] | None:
+def closing_of(settlement: Settlement, found: dict[str, Any]) -> tuple[dict[str, Any], Amounts] | None:
     """Return the values that ``settlement`` gives to its row, and the change of its windows; None if it has none."""
     if found["status"] not in ("open", "recovered") or settlement.nonce not in (None, found["nonce"]):
         return None

@@ -14,7 +14,7 @@ from ..accounts.audit import Actor, record
 from ..accounts.limits import END_USER_SCOPES, rebuilt
 from ..proof.chain import link_repaired, lock
 from ..store.store import Store
-from ..store.tables import buckets, ledger, provisioned_minutes
+from ..store.tables import buckets, ledger, new_epoch, provisioned_minutes
 from ..store.tables import windows as window_table
 from .store_clock import StoreClock
 
@@ -110,6 +110,8 @@ def _rebuild(connection: sa.Connection) -> int:
         if (state := windows.encode(window)) != stored:
             this = sa.and_(window_table.c.scope == scope, window_table.c.subject == subject)
             used_at = window.latest if scope in END_USER_SCOPES else None
-            connection.execute(sa.update(window_table).where(this).values(state=state, used_at=used_at))
+            connection.execute(
+                sa.update(window_table).where(this).values(state=state, used_at=used_at, epoch=new_epoch())
+            )
             changed += 1
     return changed

@@ -36,13 +36,16 @@ def parameter(values: Iterable[object]) -> str:
     return json.dumps(list(values))
 
 
-def fetch(connection: sa.Connection, *queries: Query) -> list[list[tuple[Any, ...]]]:
-    """Execute all ``queries``, in order, and return the rows of each; those of a statement without rows are empty."""
+def fetch(connection: sa.Connection, *queries: Query, commit: bool = False) -> list[list[tuple[Any, ...]]]:
+    """Execute all ``queries``, in order, and return the rows of each; those of a statement without rows are empty.
+
+    On PostgreSQL they take one round trip, which ends the transaction with ``commit``.
+    """
     if connection.dialect.name == "sqlite":
         return [[tuple(row) for row in connection.exec_driver_sql(text, given)] for text, given in queries]
     driver: Any = connection.connection.driver_connection
     cursors = [driver.cursor() for _ in queries]
-    with pipelined(connection):
+    with pipelined(connection, commit=commit):
         if driver.info.transaction_status == IDLE:
             driver.cursor().execute("BEGIN", prepare=False)
         for cursor, (text, given) in zip(cursors, queries, strict=True):
@@ -64,7 +67,7 @@ def insert_rows(connection: sa.Connection, table: sa.Table, rows: Sequence[Mappi
     if connection.dialect.name == "sqlite":
         connection.execute(sa.insert(table), list(rows))
     else:
-        _send(connection, _insert(table, tuple(rows[0])), rows)
+        _send(connection, insertion(table, tuple(rows[0])), rows)
 
 
 def update_rows(
@@ -81,7 +84,12 @@ def update_rows(
 def _send(connection: sa.Connection, text: str, rows: Sequence[Mapping[str, object]]) -> None:
     # not ``executemany``, which waits for its answers even in a pipeline
     driver: Any = connection.connection.driver_connection
-    driver.cursor().execute(text, (msgspec.json.encode(rows).decode(),))  # bytes as base64
+    driver.cursor().execute(text, (parameter_of_rows(rows),))
+
+
+def parameter_of_rows(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return the parameter of PostgreSQL's statements that take rows; bytes are in base64."""
+    return msgspec.json.encode(rows).decode()
 
 
 @functools.cache
@@ -92,16 +100,22 @@ def _update_each(table: sa.Table, keys: tuple[str, ...], names: tuple[str, ...])
 
 
 @functools.cache
-def _insert(table: sa.Table, names: tuple[str, ...]) -> str:
+def insertion(table: sa.Table, names: tuple[str, ...]) -> str:
+    """Return PostgreSQL's statement that inserts the rows of its parameter."""
     columns = ", ".join(names)
     return f"INSERT INTO {table.name} ({columns}) SELECT {_values(table, names)} FROM {_given(table, names)}"
 
 
 @functools.cache
 def _update(table: sa.Table, keys: tuple[str, ...], names: tuple[str, ...]) -> str:
-    changes = ", ".join(f"{name} = {_values(table, (name,))}" for name in names if name not in keys)
     this = " AND ".join(f"{table.name}.{key} = given.{key}" for key in keys)
-    return f"UPDATE {table.name} SET {changes} FROM {_given(table, names)} WHERE {this}"
+    return f"{changing(table, keys, names)} WHERE {this}"
+
+
+def changing(table: sa.Table, keys: tuple[str, ...], names: tuple[str, ...]) -> str:
+    """Return PostgreSQL's statement that updates by the rows of its parameter (``given``), without its condition."""
+    changes = ", ".join(f"{name} = {_values(table, (name,))}" for name in names if name not in keys)
+    return f"UPDATE {table.name} SET {changes} FROM {_given(table, names)}"
 
 
 def _values(table: sa.Table, names: tuple[str, ...]) -> str:

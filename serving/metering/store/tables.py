@@ -6,9 +6,17 @@ micro-units (millionths of the currency's unit), prices are in micro-units per m
 
 from __future__ import annotations
 
+import secrets
+
 import sqlalchemy as sa
 
 metadata = sa.MetaData()
+
+
+def new_epoch() -> int:
+    """Return the epoch of a window that is built: no other has it, so that none is taken for one of before."""
+    return secrets.randbits(62)
+
 
 identity = sa.Table(  # one row
     "identity",
@@ -207,6 +215,7 @@ windows = sa.Table(
     sa.Column("subject", sa.String(512), primary_key=True),
     sa.Column("state", sa.LargeBinary, nullable=False),
     sa.Column("used_at", sa.BigInteger),  # the second of the last use, of windows of end users, which are pruned by it
+    sa.Column("epoch", sa.BigInteger, nullable=False, server_default="0"),  # another one each time that it is built
     sa.Index(
         "windows_by_use",
         "used_at",
