@@ -5,7 +5,7 @@ on threads. The tenant, its key and the endpoint have limits of all kinds. ``--d
 that adds so many milliseconds to each round trip. At the end the windows are compared with the ledger's
 rows, and the rows with what was admitted. Also written to results/.
 
-python benchmarks/admissions.py [--gateways 1 2 4] [--delay 0 20] [--seconds 5] [--clients 64] [--url postgresql://…]
+python benchmarks/admissions.py [--gateways 1 2 4] [--delay 0 5 20] [--seconds 5] [--clients 64] [--url postgresql://…]
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def measured(url: str, gateways: int, delay: float, seconds: float, clients: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gateways", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 20.0], help="milliseconds")
+    parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 5.0, 20.0], help="milliseconds")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=256, help="requests at once, over all gateways")
     parser.add_argument("--url", default=None)

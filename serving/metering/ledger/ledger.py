@@ -669,7 +669,7 @@ class Ledger:
                 target=self._upkeep, args=(interval, self._stop), name="ledger-upkeep", daemon=True
             )
             self._thread.start()
-            if self.store.has_clock:
+            if not self.store.is_sqlite:
                 self._slices.is_lending = True
                 self._lending = threading.Thread(
                     target=self._lend, args=(self._stop,), name="ledger-lending", daemon=True
@@ -683,7 +683,7 @@ class Ledger:
         Only with PostgreSQL, where processes of many hosts share windows; SQLite takes one transaction at a time, and
         each sees all windows.
         """
-        if not self.store.has_clock:
+        if self.store.is_sqlite:
             return False
         self._slices.is_lending = not self._is_ending
         return self._lender.round()
@@ -694,6 +694,8 @@ class Ledger:
             self._slices.wanted.wait(LEND_SECONDS if busy else 1.0)
             try:
                 busy = self.lend()
+            except NoRoom:
+                pass  # upkeep logs it
             except Unavailable as error:
                 self._note(error)
             except Exception:
@@ -746,7 +748,7 @@ class Ledger:
             self._lending.join(timeout=10)
         self._lending = None
         self._slices.close()
-        if self._owner is None or self._owner.pid != os.getpid():
+        if self.store.is_sqlite or self._owner is None or self._owner.pid != os.getpid():
             return
         with contextlib.suppress(Unavailable):
             self._lender.round()

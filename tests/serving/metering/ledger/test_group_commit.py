@@ -350,3 +350,37 @@ def test_round_trips_of_a_request(
         store.close()
     finally:
         proxy.close()
+
+
+@pytest.mark.parametrize("store_url", ["postgresql"], indirect=True)
+def test_round_trips_of_a_request_that_draws_from_slices(
+    store_url: str, tmp_path: Path, reserve_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of a busy caller with limits costs one round trip to be admitted, and one to be settled."""
+    monkeypatch.setattr("mlflow_llm.serving.metering.accounts.prices.CACHE_SECONDS", 600.0)
+    url = sa.make_url(store_url)
+    assert url.port is not None
+    proxy = CountingProxy(url.port)
+    try:
+        store = Store(url.set(port=proxy.port).render_as_string(hide_password=False))
+        now = 1_800_000_000.0
+        ledger = Ledger(store, state_dir=tmp_path / "state", clock=lambda: now, monotonic=lambda: now)
+        for kind in ("itpm", "otpm", "qpm", "in_flight", "budget_day"):
+            for scope, subject in (("tenant", "acme"), ("key", "key_1"), ("endpoint", "chat")):
+                Limits(store).set(scope, subject, kind, 10**9)
+        ledger.lend()
+        for number in range(16):
+            ledger.reserve(reserve_of(f"r{number}")).settle(completion=1)
+        assert ledger.lend()
+        for number in range(7):  # statements are prepared meanwhile
+            ledger.reserve(reserve_of(f"s{number}")).settle(completion=1)
+        before = proxy.trips
+        lease = ledger.reserve(reserve_of("a"))
+        assert proxy.trips - before == 1
+        lease.settle(completion=1)
+        assert proxy.trips - before == 2
+        ledger.close()
+        check_integrity(store)
+        store.close()
+    finally:
+        proxy.close()
