@@ -399,9 +399,17 @@ class Ledger:
 
     def _reserve_in_store(self, asked: Sequence[Asked]) -> list[Reply]:
         """Check and charge the windows themselves. Raises ``Unavailable``."""
-        work = partial(admission.reserve_all, asked=asked, store=self.store, clock=self._window_clock)
+        attempts = 0
+
+        def work(connection: sa.Connection) -> list[Reply]:
+            nonlocal attempts
+            attempts += 1
+            return admission.reserve_all(connection, asked, self.store, clock=self._window_clock)
+
         try:
             replies = self.store.write(work, timeout=ADMISSION_TIMEOUT)
+            if attempts > 1:
+                replies = [self._unless_committed(*pair) for pair in zip(asked, replies, strict=True)]
         except Unavailable:
             raise
         except Exception as error:  # of one of them: its id is in use, or the answer to a commit was lost, or a defect
@@ -432,6 +440,15 @@ class Ledger:
             raise
         except Exception as error:
             return error
+
+    def _unless_committed(self, asked: Asked, reply: Reply) -> Reply:
+        """Return ``reply``, or, if it refuses what an attempt whose answer was lost has admitted, that admission."""
+        if not isinstance(reply, RequestError | LentElsewhere):
+            return reply
+        try:
+            return self._committed_before(asked.reservation, str(asked.row["nonce"]))
+        except AlreadyExists:
+            return reply
 
     def _undo(self, owner: LeaseOwner, request_id: str, nonce: str) -> None:
         """Close the row of a failed admission with nothing used, in case it was committed."""

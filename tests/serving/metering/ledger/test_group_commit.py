@@ -207,6 +207,30 @@ def test_a_group_whose_answer_was_lost_is_recognised(
     check_integrity(store)
 
 
+def test_an_admission_whose_answer_was_lost_is_not_refused(
+    store: Store, ledger: Ledger, reserve_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the answer to the admission that fills a limit was lost, the next attempt is not refused for its own row."""
+    Limits(store).set("tenant", "acme", "in_flight", 1)
+    ledger.reserve(reserve_of("r0")).settle()  # the window exists
+    real, lost = admission.reserve_all, [True]
+
+    def reserve_all(connection: sa.Connection, *arguments: Any, **options: Any) -> Any:
+        replies = real(connection, *arguments, **options)
+        if lost:
+            lost.clear()
+            if connection.dialect.name == "sqlite":
+                connection.exec_driver_sql("COMMIT")
+                connection.exec_driver_sql("BEGIN")
+            raise sa.exc.OperationalError("commit", None, Exception("the connection is gone"))
+        return replies
+
+    monkeypatch.setattr(admission, "reserve_all", reserve_all)
+    ledger.reserve(reserve_of("r1")).settle(completion=3)
+    assert rows_of(store)["r1"].completion_tokens == 3
+    check_integrity(store)
+
+
 def test_a_group_takes_from_one_bucket_in_turn(ledger: Ledger, store: Store, reserve_of: Callable[..., Any]) -> None:
     """Requests of a group share a provisioned reserve as one after the other would."""
     bucket = Bucket(rate=1, burst_seconds=70, prompt_weight_milli=0)
