@@ -17,7 +17,7 @@ from ..interface.logits_size import logits_size
 from ..interface.reply import Piece, Reply
 from ..interface.request import RawRequest, ValidRequest
 from ..metering.accounts.limits import Limit, shown_to_caller
-from ..metering.ledger.admission import is_shared
+from ..metering.ledger.slices import is_shared
 from ..metering.proof.answers import OutputHashes, body_digest
 from ..modes import Admission, Target
 from ..observability import metrics

@@ -172,9 +172,12 @@ class Limits:
 
 def _audited(limit: Limit) -> dict[str, object]:
     """Return a limit as the audit log has it: its value, and what it says beside."""
-    more = {"soft": True} if limit.soft else {}
-    shares = {} if limit.alert_at is None else {"alert_at": limit.alert_at}
-    return {limit.kind: plain(limit.kind, limit.value)} | more | shares
+    found: dict[str, object] = {limit.kind: plain(limit.kind, limit.value)}
+    if limit.soft:
+        found["soft"] = True
+    if limit.alert_at is not None:
+        found["alert_at"] = limit.alert_at
+    return found
 
 
 def _is(limit: Limit) -> sa.ColumnElement[bool]:

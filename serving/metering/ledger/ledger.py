@@ -18,6 +18,7 @@ from msgspec import Struct
 from sqlalchemy.exc import IntegrityError
 
 from ...interface.errors import AlreadyExists, InvalidField, RequestError, Unavailable
+from ...system.journal import ENGINES
 from ...system.progress import MAX_ID
 from ..accounts.authorization import Caller
 from ..accounts.limits import Subject
@@ -44,7 +45,7 @@ from .limits_left import LimitLeft, limits_left
 from .settlement import Settlement, settle_all, settle_in
 from .slices import Drawn, Slices, key_of
 from .store_clock import StoreClock
-from .store_directory import ENGINES, open_directory
+from .store_directory import open_directory
 
 log = logging.getLogger(__name__)
 

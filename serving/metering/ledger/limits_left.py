@@ -13,7 +13,8 @@ from ..accounts.limits import Limit, Scope, Subject, user_subject
 from ..accounts.monotonic_clock import MonotonicClock
 from ..store.tables import limits
 from ..store.tables import windows as window_table
-from .admission import WindowMissing, is_shared
+from .admission import WindowMissing
+from .slices import is_shared
 
 
 class LimitLeft(Struct, frozen=True, kw_only=True):

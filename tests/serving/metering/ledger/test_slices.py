@@ -18,7 +18,7 @@ from postgres_databases import new_database
 from mlflow_llm.serving.interface.errors import LimitExceeded, PermissionDenied, Unavailable
 from mlflow_llm.serving.metering import Ledger, Limits, Store
 from mlflow_llm.serving.metering.accounts import windows
-from mlflow_llm.serving.metering.accounts.limits import check_integrity
+from mlflow_llm.serving.metering.accounts.limits import Bound, check_integrity
 from mlflow_llm.serving.metering.ledger import fenced
 from mlflow_llm.serving.metering.ledger.lending import LEASE_SECONDS
 from mlflow_llm.serving.metering.ledger.slices import IDLE_SECONDS, WANTED_PER_SECOND
@@ -461,3 +461,26 @@ def test_a_removed_window_takes_its_slices_with_it(store: Store, gateway: Callab
     with pytest.raises(LimitExceeded):
         use(ledger)
     check_integrity(store)
+
+
+def test_requests_that_a_soft_limit_counts_are_checked_in_the_store(
+    store: Store, gateway: Callable[[], Ledger], spy: Spy
+) -> None:
+    """Each request beyond a soft limit says so, so none draws from a slice, before and after the limit becomes soft."""
+    limits = Limits(store)
+    limits.set("tenant", "acme", "qpm", WANTED_PER_SECOND + 2)
+    ledger = gateway()
+    use(ledger, WANTED_PER_SECOND)
+    ledger.lend()
+    limits.set("tenant", "acme", "qpm", Bound(value=WANTED_PER_SECOND + 2, soft=True))
+    drawn = spy.admitted
+    beyond = []
+    for _ in range(4):
+        ledger.lend()
+        with ledger.reserve(reservation(next(NAMES))) as lease:
+            beyond.append(len(lease.beyond))
+    assert beyond == [0, 0, 1, 1]
+    assert spy.admitted == drawn
+    limits.set("tenant", "acme", "qpm", WANTED_PER_SECOND + 4)
+    with pytest.raises(LimitExceeded):
+        use(ledger)
