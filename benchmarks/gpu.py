@@ -95,8 +95,8 @@ class Run:
             found = self.take("ours", seconds=150)
             if "decode" in parts and any(record.get("ahead") for record in found):
                 self.take("not ahead", plan.but(by="not ahead", async_scheduling="none", parts=("decode",)), 60)
-        if parts & {"prefill", "decode"}:
-            self.take("fp8", plan.but(by="fp8", quantization="fp8", parts=("prefill", "decode")), 90)
+        if named := tuple(part for part in ("prefill", "decode") if part in parts):
+            self.take("fp8", plan.but(by="fp8", quantization="fp8", parts=named), 90)
         if "http" in parts:
             self.take("http", seconds=100)
         if "peers" in parts:

@@ -311,6 +311,8 @@ def test_weights_are_made_beside_the_checks_if_there_are_cpus(
             assert cpus == 64 or made.is_set()
             limits.append((plan.limit, seconds))
             tests.set()
+        if name == "fp8":
+            assert plan.parts == ("decode",)  # and no prompts, which were not named
         return [{"part": name}]
 
     file = tmp_path / "found.json"
