@@ -16,7 +16,6 @@ from ..endpoints.config import PlacementSetting
 from ..endpoints.scale import Runtime, Scale
 from ..interface.errors import InvalidField, PackagingError, without_password
 from ..interface.settings import NAME, Bytes, Count, CountOrZero, PrefixSharing, Seconds, SecondsOrZero
-from ..metering.accounts.alert_shares import parse_shares
 from ..system.files import STATE_VARIABLE, xdg_dir
 from ..tasks.reply_size import MAX_REPLY_BYTES
 from .listen_settings import ListenSettings, is_loopback
@@ -222,6 +221,10 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def alert_shares(self) -> tuple[float, ...]:
         """The entries of ``budget_alert_at``. Raises ``InvalidField``."""
+        if not self.budget_alert_at:
+            return ()
+        from ..metering.accounts.alert_shares import parse_shares  # with SQL, which commands do without
+
         return parse_shares("budget_alert_at", self.budget_alert_at)
 
     def _check_webhooks(self) -> None:

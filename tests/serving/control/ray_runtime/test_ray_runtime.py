@@ -103,6 +103,9 @@ class Leader:
     def engine(self) -> str:
         return placement_key(self.endpoints.config("chat", 1).served_entities[0])
 
+    def problem(self) -> str:
+        return self.hosted.problem(self.engine, self.endpoints.config("chat", 1).served_entities[0])
+
     def shown(self) -> list[tuple[str, str]]:
         return [(one["state"], one.get("message", "")) for one in self.endpoints.get("chat")["hosts"]]
 
@@ -185,7 +188,7 @@ def test_a_host_that_cannot_be_started_says_why_and_is_tried_again(leader: Calla
     assert one.shown() == [("FAILED", "No module named 'mlflow_llm'")]
     one.hosted.look([one.engine])
     one.now += NO_HOST_SECONDS
-    assert one.hosted.problem(one.engine) == "No module named 'mlflow_llm'"
+    assert one.problem() == "No module named 'mlflow_llm'"
     orders = [order for order in one.ray.orders if order.start]
     assert len(orders) == 1
     one.ray.refusal = ""
@@ -200,9 +203,9 @@ def test_waiting_for_a_node_is_no_failure_for_a_long_time(leader: Callable[[], L
     one.tick(times=3)
     one.hosted.look([one.engine])
     one.now += NO_HOST_SECONDS + 1
-    assert one.hosted.problem(one.engine) == ""
+    assert one.problem() == ""
     one.now += ORDERED_SECONDS
-    assert one.hosted.problem(one.engine) == "Ray has no node with GPU: 8; it waits for one"
+    assert one.problem() == "Ray has no node with GPU: 8; it waits for one"
 
 
 def test_an_unreachable_cluster_is_the_reason_that_is_shown(leader: Callable[[], Leader]) -> None:
