@@ -158,13 +158,8 @@ def test_queries_changed_after_their_rotation_are_rotated_at_once(caplog: pytest
 class Renamed(modeling_llama.LlamaAttention):  # type: ignore[misc]
     """Attention with an argument that transformers also takes by its former name."""
 
-    @deprecate_kwarg("mask", version="99.0.0", new_name="attention_mask")  # type: ignore[untyped-decorator]
-    def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **more: Any) -> Any:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (one(hidden_states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        out, _ = attention.attend(self, q, k, v, attention_mask, self.scaling)
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+    renamed = deprecate_kwarg("mask", version="99.0.0", new_name="attention_mask")
+    forward = renamed(modeling_llama.LlamaAttention.forward)
 
 
 @pytest.mark.usefixtures("_kernels")
