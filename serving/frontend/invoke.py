@@ -221,7 +221,8 @@ def _start(
             admission.lease.hold()
             request.background.admitted(admission.lease)
         request.record.headers |= rate_limit_headers.headers(admission.lease.limits)
-        _report_exceeded(request, entity.endpoint, admission.lease.beyond)
+        if admission.lease.beyond:
+            _report_exceeded(request, entity.endpoint, admission.lease.beyond)
     if request.record.capture is not None:
         request.record.capture.admitted = True
     source = run_task(entity, valid, admission)

@@ -134,7 +134,7 @@ class Ledger:
         self._slices = Slices(monotonic=monotonic)
         self._lender = Lender(store, self._slices, self._window_clock, self._holder)
         self._drawn: dict[str, Drawn] = {}
-        """What the open leases have drawn, by their requests' ids."""
+        """Draws from slices of the open leases, by their requests' ids."""
         self._lending: threading.Thread | None = None
         self._lock = threading.Lock()
         self._owner: LeaseOwner | None = None
