@@ -333,78 +333,77 @@ class CountingProxy:
             thread.join(240)
 
 
-@pytest.mark.parametrize("store_url", ["postgresql"], indirect=True)
-def test_round_trips_of_a_request(
-    store_url: str, tmp_path: Path, reserve_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request with limits costs two round trips to PostgreSQL to be admitted, or refused, and two to be settled."""
+@pytest.fixture
+def counted(store_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, CountingProxy]]:
+    """Open a store whose round trips are counted; prices are read once."""
     monkeypatch.setattr("mlflow_llm.serving.metering.accounts.prices.CACHE_SECONDS", 600.0)
     url = sa.make_url(store_url)
     assert url.port is not None
     proxy = CountingProxy(url.port)
     try:
         store = Store(url.set(port=proxy.port).render_as_string(hide_password=False))
-        ledger = Ledger(store, state_dir=tmp_path / "state")
-        for kind, value in (("itpm", 1000), ("otpm", 1000), ("qpm", 1000), ("in_flight", 3), ("budget_day", 10**9)):
-            for scope, subject in (("tenant", "acme"), ("key", "key_1"), ("endpoint", "chat")):
-                Limits(store).set(scope, subject, kind, value)
-
-        def trips(work: Callable[[], object]) -> int:
-            before = proxy.trips
-            work()
-            return proxy.trips - before
-
-        leases: list[Any] = []
-        for number in range(12):  # statements are prepared meanwhile
-            leases.append(ledger.reserve(reserve_of(f"r{number}")))
-            leases.pop().settle(completion=1)
-        assert trips(lambda: leases.append(ledger.reserve(reserve_of("a")))) == 2
-        assert trips(lambda: leases[0].settle(completion=1)) == 2
-        for number in range(3):
-            leases.append(ledger.reserve(reserve_of(f"b{number}")))
-
-        def refused() -> None:
-            with pytest.raises(RequestError, match="in_flight"):
-                ledger.reserve(reserve_of("c"))
-
-        assert trips(refused) == 2
-        for lease in leases:
-            lease.settle()
-        ledger.close()
+        yield store, proxy
         store.close()
     finally:
         proxy.close()
+
+
+@pytest.mark.parametrize("store_url", ["postgresql"], indirect=True)
+def test_round_trips_of_a_request(
+    counted: tuple[Store, CountingProxy], tmp_path: Path, reserve_of: Callable[..., Any]
+) -> None:
+    """A request with limits costs two round trips to PostgreSQL to be admitted, or refused, and two to be settled."""
+    store, proxy = counted
+    ledger = Ledger(store, state_dir=tmp_path / "state")
+    for kind, value in (("itpm", 1000), ("otpm", 1000), ("qpm", 1000), ("in_flight", 3), ("budget_day", 10**9)):
+        for scope, subject in (("tenant", "acme"), ("key", "key_1"), ("endpoint", "chat")):
+            Limits(store).set(scope, subject, kind, value)
+
+    def trips(work: Callable[[], object]) -> int:
+        before = proxy.trips
+        work()
+        return proxy.trips - before
+
+    leases: list[Any] = []
+    for number in range(12):  # statements are prepared meanwhile
+        leases.append(ledger.reserve(reserve_of(f"r{number}")))
+        leases.pop().settle(completion=1)
+    assert trips(lambda: leases.append(ledger.reserve(reserve_of("a")))) == 2
+    assert trips(lambda: leases[0].settle(completion=1)) == 2
+    for number in range(3):
+        leases.append(ledger.reserve(reserve_of(f"b{number}")))
+
+    def refused() -> None:
+        with pytest.raises(RequestError, match="in_flight"):
+            ledger.reserve(reserve_of("c"))
+
+    assert trips(refused) == 2
+    for lease in leases:
+        lease.settle()
+    ledger.close()
 
 
 @pytest.mark.parametrize("store_url", ["postgresql"], indirect=True)
 def test_round_trips_of_a_request_that_draws_from_slices(
-    store_url: str, tmp_path: Path, reserve_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    counted: tuple[Store, CountingProxy], tmp_path: Path, reserve_of: Callable[..., Any]
 ) -> None:
     """A request of a busy caller with limits costs one round trip to be admitted, and one to be settled."""
-    monkeypatch.setattr("mlflow_llm.serving.metering.accounts.prices.CACHE_SECONDS", 600.0)
-    url = sa.make_url(store_url)
-    assert url.port is not None
-    proxy = CountingProxy(url.port)
-    try:
-        store = Store(url.set(port=proxy.port).render_as_string(hide_password=False))
-        now = 1_800_000_000.0
-        ledger = Ledger(store, state_dir=tmp_path / "state", clock=lambda: now, monotonic=lambda: now)
-        for kind in ("itpm", "otpm", "qpm", "in_flight", "budget_day"):
-            for scope, subject in (("tenant", "acme"), ("key", "key_1"), ("endpoint", "chat")):
-                Limits(store).set(scope, subject, kind, 10**9)
-        ledger.lend()
-        for number in range(16):
-            ledger.reserve(reserve_of(f"r{number}")).settle(completion=1)
-        assert ledger.lend()
-        for number in range(7):  # statements are prepared meanwhile
-            ledger.reserve(reserve_of(f"s{number}")).settle(completion=1)
-        before = proxy.trips
-        lease = ledger.reserve(reserve_of("a"))
-        assert proxy.trips - before == 1
-        lease.settle(completion=1)
-        assert proxy.trips - before == 2
-        ledger.close()
-        check_integrity(store)
-        store.close()
-    finally:
-        proxy.close()
+    store, proxy = counted
+    now = 1_800_000_000.0
+    ledger = Ledger(store, state_dir=tmp_path / "state", clock=lambda: now, monotonic=lambda: now)
+    for kind in ("itpm", "otpm", "qpm", "in_flight", "budget_day"):
+        for scope, subject in (("tenant", "acme"), ("key", "key_1"), ("endpoint", "chat")):
+            Limits(store).set(scope, subject, kind, 10**9)
+    ledger.lend()
+    for number in range(16):
+        ledger.reserve(reserve_of(f"r{number}")).settle(completion=1)
+    assert ledger.lend()
+    for number in range(7):  # statements are prepared meanwhile
+        ledger.reserve(reserve_of(f"s{number}")).settle(completion=1)
+    before = proxy.trips
+    lease = ledger.reserve(reserve_of("a"))
+    assert proxy.trips - before == 1
+    lease.settle(completion=1)
+    assert proxy.trips - before == 2
+    ledger.close()
+    check_integrity(store)
