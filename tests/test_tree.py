@@ -1,8 +1,9 @@
-"""The tree of the package: the size of its folders, their sentences, and the page that lists them."""
+"""The tree of the package: the size of its folders, their sentences, their layers, and the page that lists them."""
 
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,14 @@ SMALL: Mapping[str, str] = {
 LARGE: Mapping[str, str] = {
     "flavors/llm/save": "each file finds, checks or converts one part of a model, and save_model.py is their order",
     "serving/metering/migrations/versions": "Alembic reads the revisions of a schema from one folder, a file each",
+}
+
+# Packages without layers, and why.
+UNLAYERED: Mapping[str, str] = {
+    "flavors": "the contract of all packages has its one package",
+    "serving": "the contract of all packages has its packages",
+    "serving/http/page": "one module, which no other may import, and files",
+    "serving/metering/migrations/versions": "Alembic loads the revisions, whose names cannot be imported",
 }
 
 # Helpers that read private names, whose docstrings say why.
@@ -94,6 +103,30 @@ def test_a_package_has_one_sentence() -> None:
         if not first.endswith(".") or len(first) > 240:
             found.append(f"{name}: {first[:60]!r}")
     assert not found, "\n".join(found)
+
+
+def contracts() -> list[configparser.SectionProxy]:
+    """Return the sections of ``.importlinter`` that say which layers there are."""
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / ".importlinter", encoding="utf-8")
+    return [parser[name] for name in parser.sections() if parser[name].get("type") == "layers"]
+
+
+def test_each_package_has_layers() -> None:
+    """Each package has a contract that names all of its modules, and no import is exempt from any contract.
+
+    The names are checked by ``lint-imports``, as each contract is exhaustive; those of all packages are checked here,
+    as they have no common container.
+    """
+    assert "ignore_imports" not in (ROOT / ".importlinter").read_text(encoding="utf-8")
+    layered = {one["containers"].removeprefix("mlflow_llm."): one for one in contracts() if "containers" in one}
+    assert {name for name, one in layered.items() if not one.getboolean("exhaustive")} == set()
+    known = {name.replace("/", ".") for name, path in packages() if (path / "__init__.py").is_file()}
+    assert known - layered.keys() == {name.replace("/", ".") for name in UNLAYERED}
+    (tops,) = (one for one in contracts() if "containers" not in one)
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    children = {name for name in known if re.fullmatch(r"plugin|flavors|serving\.[a-z_]+", name)}
+    assert {name.removeprefix("mlflow_llm.") for name in re.findall(r"[\w.]+", tops["layers"])} == modules | children
 
 
 def test_the_tour_names_each_folder() -> None:
