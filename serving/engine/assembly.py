@@ -43,7 +43,7 @@ from .weights import fp8
 from .weights.stored_weights import quantization_of
 
 logger = logging.getLogger(__name__)
-FEWEST_TOKENS = 64  # of KV that are of any use, where nobody has set how many
+MIN_KV_TOKENS = 64  # of KV that are of any use, where nobody has set how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _check_room(num_tokens: int, max_model_len: int, memory: int) -> None:
         f"the KV cache holds {num_tokens} tokens, less than the model's context of {max_model_len}: half of the free "
         f"memory is {memory / 2**20:.0f} MiB (kv_cache_memory sets more or less)"
     )
-    if num_tokens < min(FEWEST_TOKENS, max_model_len):
+    if num_tokens < min(MIN_KV_TOKENS, max_model_len):
         raise PackagingError(text)
     logger.warning(text)
 

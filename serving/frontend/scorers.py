@@ -22,7 +22,7 @@ from ..system import child, logs
 from ..tasks.reply.generate import gather
 
 START_SECONDS = 120.0  # in which a process has imported MLflow and the scorers
-RETRY_AFTER = 5.0
+RETRY_SECONDS = 5.0
 
 
 class ScorerFailed(Exception):
@@ -118,7 +118,7 @@ def check_input(scorers: Scorers, rules: Iterable[ScorerRule], raw: Raw, deadlin
             if rule.on_error == "PASS":
                 continue
             told = f"the input guardrail {rule.scorer!r} of this endpoint gave no verdict"
-            raise Unavailable(told, retry_after=RETRY_AFTER) from error
+            raise Unavailable(told, retry_after=RETRY_SECONDS) from error
         told = f"{field}: the input guardrail {rule.scorer!r} of this endpoint blocks the request"
         raise RequestError(told, param=field)
 

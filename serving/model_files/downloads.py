@@ -38,7 +38,7 @@ PLACE = "downloads"  # folder in the cache directory
 LIMIT_VARIABLE = "MLFLOW_LLM_DOWNLOADS_LIMIT"
 ROOM_BYTES = 64 << 20  # bytes that a download leaves free on the disk
 LOCK, PART = ".lock", ".part"
-POLL_INTERVAL = 0.05
+POLL_SECONDS = 0.05
 
 
 def place() -> Path:
@@ -72,7 +72,7 @@ def entry(key: str, fill: Callable[[Path], None], label: str = "") -> Path:
     while not _held.hold(root, key):
         lock = try_acquire(lock_path)
         if lock is None:
-            time.sleep(POLL_INTERVAL)
+            time.sleep(POLL_SECONDS)
             continue
         try:
             if not path.is_dir():
@@ -218,7 +218,7 @@ class _Held:
                     return True
             if found is not None:
                 found.release()
-            time.sleep(POLL_INTERVAL)
+            time.sleep(POLL_SECONDS)
         return False
 
     def add_owner(self, keys: Iterable[str]) -> None:

@@ -20,15 +20,15 @@ from ..interface.request import ValidRequest
 
 PREFIX_TOKENS = 256
 """So many tokens tell one prefix from others; a shorter prompt costs too little to be sent where it was before."""
-SLACK = 1.75
+MAX_LOAD_FACTOR = 1.75
 """A replica may have so many times the mean number of requests."""
-FREE = 4
+MIN_BOUND_REQUESTS = 4
 """So many requests are never too many: an engine computes them in one step."""
-RECENT = 512
+RECENT_REQUESTS = 512
 """Requests by which it is known how many have the same prefix."""
-ENOUGH = 128
+MIN_PREFIX_REQUESTS = 128
 """With fewer requests, no prefix counts as one that many have."""
-SPREAD = 1.5
+REPLICA_FACTOR = 1.5
 """A prefix has so many times the replicas that its share of the requests needs."""
 
 
@@ -61,19 +61,19 @@ class Affinity:
         affinity = affinity_of(request)
         if affinity is None:
             return min(replicas, key=lambda one: one[1])[0]
-        bound = max(FREE, SLACK * (sum(load for _, load in replicas) + 1) / len(replicas))
+        bound = max(MIN_BOUND_REQUESTS, MAX_LOAD_FACTOR * (sum(load for _, load in replicas) + 1) / len(replicas))
         fitting = [one for one in replicas if one[1] < bound]
         fitting.sort(key=lambda one: score(one[0], affinity), reverse=True)
-        number = math.ceil(self._share(affinity) * len(replicas) * SPREAD)
+        number = math.ceil(self._share(affinity) * len(replicas) * REPLICA_FACTOR)
         return min(fitting[: max(number, 1)], key=lambda one: one[1])[0]
 
     def _share(self, affinity: bytes) -> float:
         """Return the share of the last requests that have this affinity, with the one that has just come."""
         self._recent.append(affinity)
         self._counts[affinity] += 1
-        if len(self._recent) > RECENT:
+        if len(self._recent) > RECENT_REQUESTS:
             first = self._recent.popleft()
             self._counts[first] -= 1
             if not self._counts[first]:
                 del self._counts[first]
-        return self._counts[affinity] / max(len(self._recent), ENOUGH)
+        return self._counts[affinity] / max(len(self._recent), MIN_PREFIX_REQUESTS)

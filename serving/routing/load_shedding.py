@@ -7,7 +7,7 @@ from ..interface.engine import QUEUE_FLOOR, Engine
 from ..interface.errors import Overloaded, ShuttingDown
 from ..metering.accounts.keys import Caller
 
-DRAIN_RETRY_AFTER = 5.0
+DRAIN_RETRY_SECONDS = 5.0
 
 
 class LoadShedder:
@@ -38,7 +38,7 @@ class LoadShedder:
     def check_open(self) -> None:
         """Raise ``ShuttingDown`` if the server is draining."""
         if self.draining:
-            raise ShuttingDown("the server is shutting down", retry_after=DRAIN_RETRY_AFTER)
+            raise ShuttingDown("the server is shutting down", retry_after=DRAIN_RETRY_SECONDS)
 
     def enter(self, endpoint: str, engine: Engine, *, reserves: bool = False, caller: Caller | None = None) -> None:
         """Count a request in; ``leave`` counts it out.

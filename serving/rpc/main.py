@@ -29,7 +29,7 @@ from ..frontend.shadow_runner import ShadowRunner
 from ..frontend.worker_server import worker_server
 from ..frontend.worker_state import WorkerState
 from ..interface.errors import PackagingError, ServingError, ShuttingDown
-from ..routing.load_shedding import DRAIN_RETRY_AFTER
+from ..routing.load_shedding import DRAIN_RETRY_SECONDS
 from ..system import logs
 from .loop import Loop
 from .service import Service
@@ -38,7 +38,7 @@ from .tls import credentials
 MAX_THREADS = 256  # the most calls at once; each has a thread, which waits
 TICK_SECONDS = 0.05
 LAST_SECONDS = 2.0  # for responses that are already on their way
-CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
+CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_SECONDS)
 
 
 class Process:

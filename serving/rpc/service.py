@@ -38,7 +38,7 @@ from .receive_limiter import Message, Permit, ReceiveLimiter, is_small
 DIALECT = RpcDialect()
 MAX_CONCURRENT_REQUESTS = 64  # concurrent requests of one stream
 MAX_BUFFERED_RESPONSES = 256  # responses that may wait for a stream's client
-POLL_INTERVAL = 0.01  # seconds between checks of a client that reads too slowly
+POLL_SECONDS = 0.01  # seconds between checks of a client that reads too slowly
 
 Response = Mapping[str, Any]
 T = TypeVar("T")
@@ -260,7 +260,7 @@ class Service:
                     responses.put(one)
                 since, size = time.monotonic(), responses.qsize()
                 while responses.qsize() > MAX_BUFFERED_RESPONSES and not call.is_over:
-                    gevent.sleep(POLL_INTERVAL)
+                    gevent.sleep(POLL_SECONDS)
                     if responses.qsize() < size:
                         since, size = time.monotonic(), responses.qsize()
                     if time.monotonic() - since > self._server.settings.io_timeout:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ReplicaState = Literal["starting", "ready", "failed", "draining"]
 CHECK_SECONDS = 0.1  # seconds between checks
-AWAY_TIMEOUT = 60.0  # seconds that a probe waits for an engine on another host
+AWAY_SECONDS = 60.0  # seconds that a probe waits for an engine on another host
 
 
 class Replica:
@@ -155,7 +155,7 @@ class Replica:
             stall_timeout=self._model.settings.stall_timeout,
             keep=True,
             timeout=self._model.settings.start_timeout,
-            away_timeout=AWAY_TIMEOUT,
+            away_timeout=AWAY_SECONDS,
             cancelled=self._over,
             content_hash=self._model.bundle.content_hash,
             store=self._store,

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-POLL_INTERVAL = 0.02
+POLL_SECONDS = 0.02
 LOCK = "lock"  # the lock file in a directory, held by the directory's creator
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # ELOOP: a symbolic link is never one of our locks
 
@@ -116,7 +116,7 @@ def acquire(
             return lock
         if deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(f"{path} is locked by another process")
-        sleep(POLL_INTERVAL)
+        sleep(POLL_SECONDS)
 
 
 def create_locked(path: str) -> FileLock:

@@ -24,10 +24,10 @@ from msgspec import Struct
 
 MAX_ID = 256
 """Bytes."""
-_SLOT = 288
-_WORDS = _SLOT // 8
+_SLOT_BYTES = 288
+_SLOT_WORDS = _SLOT_BYTES // 8
 _PER_SEGMENT = 1024
-_SEGMENT = _SLOT * _PER_SEGMENT  # a multiple of 4096, so that segments begin on a page
+_SEGMENT_BYTES = _SLOT_BYTES * _PER_SEGMENT  # a multiple of 4096, so that segments begin on a page
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -67,14 +67,14 @@ class ProgressFile:
         encoded = request_id.encode()
         assert 0 < len(encoded) <= MAX_ID
         segment, index = divmod(slot, _PER_SEGMENT)
-        start = index * _SLOT
-        self._maps[segment][start + 8 : start + _SLOT] = encoded.ljust(MAX_ID, b"\0") + bytes(24)
-        self._words[segment][index * _WORDS] = len(encoded)
+        start = index * _SLOT_BYTES
+        self._maps[segment][start + 8 : start + _SLOT_BYTES] = encoded.ljust(MAX_ID, b"\0") + bytes(24)
+        self._words[segment][index * _SLOT_WORDS] = len(encoded)
 
     def put(self, slot: int, prompt: int, cached: int, completion: int) -> None:
         """Store the token counts of ``slot``."""
         segment, index = divmod(slot, _PER_SEGMENT)
-        words, at = self._words[segment], index * _WORDS
+        words, at = self._words[segment], index * _SLOT_WORDS
         words[at + 33] = prompt
         words[at + 34] = cached
         words[at + 35] = completion
@@ -84,14 +84,16 @@ class ProgressFile:
         if not self._maps:
             return
         segment, index = divmod(slot, _PER_SEGMENT)
-        self._words[segment][index * _WORDS] = 0
+        self._words[segment][index * _SLOT_WORDS] = 0
         with self._lock:
             self.free.append(slot)
 
     def _grow(self) -> None:
         number = len(self._maps)
-        os.posix_fallocate(self._fd, number * _SEGMENT, _SEGMENT)  # on a full disk, a write to a hole raises SIGBUS
-        self._maps.append(mmap.mmap(self._fd, _SEGMENT, offset=number * _SEGMENT))
+        os.posix_fallocate(
+            self._fd, number * _SEGMENT_BYTES, _SEGMENT_BYTES
+        )  # on a full disk, a write to a hole raises SIGBUS
+        self._maps.append(mmap.mmap(self._fd, _SEGMENT_BYTES, offset=number * _SEGMENT_BYTES))
         self._words.append(memoryview(self._maps[-1]).cast("q"))
         first = number * _PER_SEGMENT
         self.free.extend(range(first + _PER_SEGMENT - 1, first - 1, -1))
@@ -112,7 +114,7 @@ def read_progress(path: Path) -> list[Progress]:
     except FileNotFoundError:
         return []
     found = []
-    for start in range(0, len(data) - _SLOT + 1, _SLOT):
+    for start in range(0, len(data) - _SLOT_BYTES + 1, _SLOT_BYTES):
         (length,) = struct.unpack_from("=q", data, start)
         if 0 < length <= MAX_ID:
             prompt, cached, completion = struct.unpack_from("=qqq", data, start + 8 + MAX_ID)

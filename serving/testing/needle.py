@@ -17,8 +17,8 @@ from ..interface.engine import Core, EngineOutput
 from ..interface.events import Failed, Finished, Logits, PromptScored, TokenLogprob, Tokens
 from ..interface.request import LogitsOf, ValidRequest
 
-RESUMED = 0.2  # of the needles: they go on as after an engine's death
-COLD = 0.5  # of the needles: their prompts are shared with nobody
+RESUMED_SHARE = 0.2  # of the needles: they go on as after an engine's death
+COLD_SHARE = 0.5  # of the needles: their prompts are shared with nobody
 GIVEN_UP = 0.01  # of the neighbours, in each step
 
 Neighbour = Callable[[random.Random, str], ValidRequest]
@@ -145,12 +145,12 @@ def _needle(
 ) -> tuple[ValidRequest, Answer]:
     """Return one of ``wanted`` and its expected output."""
     request, expected = again(wanted[0], name), wanted[1]
-    if chance.random() < COLD:
+    if chance.random() < COLD_SHARE:
         request = msgspec.structs.replace(request, cache_salt=None)
     assert request.sampling is not None
     alone = len(request.sequences) == 1 and request.sampling.beams is None
     length = len(expected.tokens[0]) if alone else 0
-    if not resume or length < 2 or chance.random() >= RESUMED:
+    if not resume or length < 2 or chance.random() >= RESUMED_SHARE:
         return request, expected
     known = chance.randrange(1, length)
     sequence = msgspec.structs.replace(request.sequences[0], resumed_token_ids=tuple(expected.tokens[0][:known]))

@@ -14,7 +14,7 @@ from ....serving.engine.models.sentence_files import transformer_dir
 from .meta_model import count
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin")
-TOKENS = 1024  # more than the engine's comparison uses
+MAX_TOKENS = 1024  # more than the engine's comparison uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,9 @@ def write_first_layers(
     """Write the first layers of the model in ``model_dir`` to ``target``, with the modules and files beside it.
 
     There are as many layers as show each kind of attention, and at least two. If they and the table of tokens have more
-    than ``limit`` parameters, the table is cut to ``TOKENS``; if that is not enough, there is one layer. Return what
-    was written; None if one layer is too large, or if the model has no number of layers. Raises transformers' errors.
+    than ``limit`` parameters, the table is cut to ``MAX_TOKENS``; if that is not enough, there is one layer. Return
+    what was written; None if one layer is too large, or if the model has no number of layers. Raises
+    transformers' errors.
     """
     from transformers import AutoConfig
 
@@ -73,9 +74,9 @@ def _part(auto_class: Any, config: Any, limit: int, **options: Any) -> FirstLaye
     if parameters <= limit:
         return FirstLayers(config.num_hidden_layers, None)
     rows, width = model.get_input_embeddings().weight.shape
-    if rows <= TOKENS or parameters - (rows - TOKENS) * width > limit:
+    if rows <= MAX_TOKENS or parameters - (rows - MAX_TOKENS) * width > limit:
         return None
-    return FirstLayers(config.num_hidden_layers, TOKENS)
+    return FirstLayers(config.num_hidden_layers, MAX_TOKENS)
 
 
 def _pad_within(config: Any, tokens: int) -> None:

@@ -19,7 +19,7 @@ R = TypeVar("R")
 A = TypeVar("A")
 BUSY = (429, 502, 503)  # statuses that say nothing of the row: it is asked again
 KEY_REFUSED = (401, 403)
-RETRIES = 7
+MAX_RETRIES = 7
 FIRST_WAIT, MAX_WAIT = 0.5, 60.0  # seconds before a row is asked again
 
 
@@ -118,7 +118,7 @@ class GivenUp(click.ClickException):
     """The rows are no longer wanted, so one that waited is not asked again."""
 
 
-def patiently(backend: Backend, stop: threading.Event, row: Row, name: str, *, retries: int = RETRIES) -> RowAnswer:
+def patiently(backend: Backend, stop: threading.Event, row: Row, name: str, *, retries: int = MAX_RETRIES) -> RowAnswer:
     """Return the row's answer, asked again while the server is busy.
 
     Raises ``ClickException``, by the row's ``name``, after the last retry, and ``GivenUp`` if ``stop`` is set before.

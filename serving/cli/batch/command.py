@@ -20,7 +20,7 @@ from .job import JobBackend
 from .journal import Journal
 from .rows import Row, Rows
 
-INTERRUPTED = 130
+INTERRUPTED_STATUS = 130
 
 
 class Stopped(click.ClickException):
@@ -172,7 +172,7 @@ class _Run:
                     thread.join(1.0)  # with a timeout, for Ctrl-C to be handled
         except KeyboardInterrupt:
             self.stop.set()
-            raise SystemExit(INTERRUPTED) from None
+            raise SystemExit(INTERRUPTED_STATUS) from None
         finally:
             self._bar.close()
         if isinstance(self._broken, click.ClickException | OSError):

@@ -24,7 +24,7 @@ from .output_schema import response_format
 from .set_field import NAMES
 from .tab_completion import candidates
 
-INTERRUPTED = 130  # as shells say it of what SIGINT ended
+INTERRUPTED_STATUS = 130  # as shells say it of what SIGINT ended
 conversation_option = functools.partial(click.option, cls=ConversationOption)
 
 
@@ -104,7 +104,7 @@ def chat(
         if text is None:
             _converse(talk, recorder)
         elif _turn(talk, recorder, text):
-            raise SystemExit(INTERRUPTED)
+            raise SystemExit(INTERRUPTED_STATUS)
 
 
 def _server(

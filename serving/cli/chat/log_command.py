@@ -14,7 +14,7 @@ import click
 from ...system.escape import visible, visible_line
 from .log_database import FILE, OFF, LogDatabase, LogError, LoggedTurn, default_directory, is_on
 
-COLUMNS = 60
+TEXT_COLUMNS = 60
 _COUNT = click.option("-n", "--count", default=20, show_default=True, type=click.IntRange(0), help="How many; 0: all.")
 _WORDS = click.option("-q", "--query", default="", help="Only turns with all these words.")
 _MODEL = click.option("--model", help="Only turns with this endpoint or endpoint:adapter.")
@@ -147,9 +147,9 @@ def _line(text: str, words: list[str] | None = None) -> str:
     """Return a part of a text in one line: its beginning, or what is around the first of ``words`` in it."""
     text = " ".join(text.split())
     places = [at for word in words or () if (at := text.casefold().find(word)) >= 0]
-    start = max(0, min(places, default=0) - COLUMNS // 3)
-    shown = text[start : start + COLUMNS]
-    return visible_line(f"{'…' * (start > 0)}{shown}{'…' * (start + COLUMNS < len(text))}")
+    start = max(0, min(places, default=0) - TEXT_COLUMNS // 3)
+    shown = text[start : start + TEXT_COLUMNS]
+    return visible_line(f"{'…' * (start > 0)}{shown}{'…' * (start + TEXT_COLUMNS < len(text))}")
 
 
 def _facts(turn: LoggedTurn) -> str:

@@ -13,7 +13,7 @@ from ...system.escape import visible, visible_line
 from ..http import Client
 from .conversation import Conversation
 
-PAGE = 1000
+PAGE_ROWS = 1000
 MAX_PAGES = 20
 SETTLED_SECONDS, POLL_SECONDS = 2.0, 0.1  # a reply is settled soon after its last byte
 
@@ -79,7 +79,7 @@ def _of_requests(client: Client, wanted: set[str], since: int) -> tuple[str, int
     from ...metering.accounts.money import micro_units_of, money  # with SQLAlchemy, which a chat need not wait for
 
     found: dict[str, int] = {}
-    asked: dict[str, object] = {"start": max(0, since - 1) * 1000, "limit": PAGE}
+    asked: dict[str, object] = {"start": max(0, since - 1) * 1000, "limit": PAGE_ROWS}
     for _ in range(MAX_PAGES):
         with client.understood():
             page = client.get(f"{USAGE}?{urlencode(asked)}")

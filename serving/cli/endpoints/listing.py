@@ -19,7 +19,7 @@ REASONS = {
     "kv_cache_reason": "KV cache",
     "unloaded": "unloaded until a request comes",
 }
-SECONDS = 1.0  # between the two readings of counters that give tokens a second
+READING_SECONDS = 1.0  # between the two readings of counters that give tokens a second
 RUNS_ON = ("kernels", "kernels_reason", "quantization", "kv_cache_dtype", "kv_cache_reason")
 HEADS = (
     "NAME",
@@ -50,7 +50,7 @@ def listed(client: Client) -> tuple[list[dict[str, Any]], list[str]]:
         found_states, configs = states(client), managed(client)
         busy = any(state.get("running") for state in found_states.values())
         if busy and not first.refused:
-            time.sleep(SECONDS)
+            time.sleep(READING_SECONDS)
         last = sample(client) if busy else first
         found = [model if "parent" in model else model | _load(model["id"], tasks, found_states) for model in models]
         for one in found:

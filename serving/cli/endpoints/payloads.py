@@ -15,7 +15,7 @@ from ...system.escape import visible_line
 from ..http import Client, url_options
 from . import listing
 
-WIDTH = 60  # characters of a text in the table
+TEXT_CHARACTERS = 60  # characters of a text in the table
 HEAD = ("STARTED (UTC)", "STATUS", "TENANT", "REQUEST ID", "REQUEST", "ANSWER")
 
 
@@ -100,4 +100,4 @@ def _short(text: str | None) -> str:
     if text is None:
         return "-"
     shown = visible_line(text)
-    return shown if len(shown) <= WIDTH else f"{shown[: WIDTH - 2]} …"
+    return shown if len(shown) <= TEXT_CHARACTERS else f"{shown[: TEXT_CHARACTERS - 2]} …"

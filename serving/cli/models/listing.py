@@ -19,7 +19,7 @@ from ..store import table
 from .cached import Cached, cached, remove, total
 from .running import RunningEngine, RunningServer, engines, servers
 
-DAY = 86_400.0
+DAY_SECONDS = 86_400.0
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -76,7 +76,7 @@ def prune(days: float, everything: bool, dry_run: bool) -> None:
     by MLFLOW_LLM_COPIES_LIMIT (100 GB), packed weights by the engine setting packed_cache (32 GiB). What a running
     engine uses stays.
     """
-    before = time.time() - (0.0 if everything else days * DAY)
+    before = time.time() - (0.0 if everything else days * DAY_SECONDS)
     folders = [one.folder for one in engines()]
     freed = 0
     for one in _cached():
@@ -157,7 +157,7 @@ def ago(when: float) -> str:
     seconds = max(0.0, time.time() - when)
     if seconds < 3600:
         return f"{duration(seconds)} ago"
-    return f"{seconds / 3600:.0f} h ago" if seconds < 2 * DAY else f"{seconds / DAY:.0f} days ago"
+    return f"{seconds / 3600:.0f} h ago" if seconds < 2 * DAY_SECONDS else f"{seconds / DAY_SECONDS:.0f} days ago"
 
 
 LIMITS = (downloads.LIMIT_VARIABLE, cached_copies.LIMIT_VARIABLE)

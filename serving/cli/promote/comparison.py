@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RESAMPLES = 2000
+NUM_RESAMPLES = 2000
 SEED = 0  # the same scores make the same decision
 DEFAULT_CONFIDENCE = 0.95  # of the bound that is reported where none is asked for
-ROUNDING = 1e-9
+ROUNDING_ERROR = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def compare(current: list[float], candidate: list[float], confidence: float = DE
     differences = after - before
     count = len(differences)
     draw = np.random.default_rng(SEED)
-    means = [differences[draw.integers(count, size=count)].mean() for _ in range(RESAMPLES)]
+    means = [differences[draw.integers(count, size=count)].mean() for _ in range(NUM_RESAMPLES)]
     return Comparison(
         pairs=count,
         current=float(before.mean()),
@@ -74,9 +74,9 @@ def decide(found: Comparison, margin: float, *, needs_bound: bool, failures: int
             is_better=False,
             reason=f"the candidate failed at {failures} requests that the current version answered ({said})",
         )
-    if found.difference < margin - ROUNDING:
+    if found.difference < margin - ROUNDING_ERROR:
         return Decision(is_better=False, reason=f"{said}, below the margin of {margin:g}")
-    if needs_bound and found.lower_bound <= ROUNDING:
+    if needs_bound and found.lower_bound <= ROUNDING_ERROR:
         bound = f"its lower bound at {found.confidence:g} is {found.lower_bound:+.4g}, not above 0"
         return Decision(is_better=False, reason=f"{said}; {bound}")
     return Decision(is_better=True, reason=f"{said}, at least the margin of {margin:g}")

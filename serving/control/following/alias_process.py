@@ -20,7 +20,7 @@ from ...system import child
 from ..mlflow_resolver import end_with_parent, run_lookup
 
 HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # unless the operator set others
-TIMEOUT = 120.0  # seconds for all questions, MLflow's import included
+TIMEOUT_SECONDS = 120.0  # seconds for all questions, MLflow's import included
 MAX_ERROR = 500  # characters of MLflow's own words
 
 
@@ -38,7 +38,7 @@ class Target(Struct, frozen=True, kw_only=True):
 def ask(questions: Mapping[str, Iterable[str]]) -> dict[str, Target]:
     """Return what each alias means, by its URI. Raises ``PackagingError`` if the process fails or takes too long."""
     text = json.dumps({uri: sorted(names) for uri, names in questions.items()})
-    output, status = run_lookup(child.python_command("serving.control.following.alias_process", text), TIMEOUT)
+    output, status = run_lookup(child.python_command("serving.control.following.alias_process", text), TIMEOUT_SECONDS)
     try:
         return msgspec.json.decode(output.strip().splitlines()[-1], type=dict[str, Target])
     except (IndexError, msgspec.DecodeError):

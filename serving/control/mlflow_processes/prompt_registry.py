@@ -18,9 +18,9 @@ from ...system import child
 from ..mlflow_resolver import run_child
 
 VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
-TIMEOUT = 60.0  # seconds for a question, and the same for the wait for its turn
-MAX_WAITING = 16  # questions of a worker, including the one that is being asked
-RETRY_AFTER = 5.0
+TIMEOUT_SECONDS = 60.0  # seconds for a question, and the same for the wait for its turn
+MAX_QUESTIONS = 16  # questions of a worker, including the one that is being asked
+RETRY_SECONDS = 5.0
 MAX_SHOWN = 500  # characters of MLflow's own words
 ERRORS: Mapping[str, type[ServingError]] = {"missing": NotFound, "invalid": RequestError, "conflict": Conflict}
 
@@ -78,10 +78,10 @@ class PromptRegistry:
     """
 
     def __init__(
-        self, *, timeout: float = TIMEOUT, ask: Callable[[Mapping[str, Any], float], Any] | None = None
+        self, *, timeout: float = TIMEOUT_SECONDS, ask: Callable[[Mapping[str, Any], float], Any] | None = None
     ) -> None:
         self._timeout, self._ask = timeout, ask or _ask
-        self._turn, self._waiting = threading.BoundedSemaphore(), threading.BoundedSemaphore(MAX_WAITING)
+        self._turn, self._waiting = threading.BoundedSemaphore(), threading.BoundedSemaphore(MAX_QUESTIONS)
 
     def search(self, words: str, limit: int) -> PromptList:
         found: PromptList = self._call("search", {"words": words, "limit": limit})
@@ -97,7 +97,7 @@ class PromptRegistry:
         return found
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        busy = Overloaded("others are asking the prompt registry", retry_after=RETRY_AFTER)
+        busy = Overloaded("others are asking the prompt registry", retry_after=RETRY_SECONDS)
         if not self._waiting.acquire(blocking=False):
             raise busy
         try:
@@ -113,7 +113,7 @@ class PromptRegistry:
             return found
         words = str(found["error"])[:MAX_SHOWN]
         kind = ERRORS.get(found["kind"])
-        raise Unavailable(words, retry_after=RETRY_AFTER) if kind is None else kind(words)
+        raise Unavailable(words, retry_after=RETRY_SECONDS) if kind is None else kind(words)
 
 
 def _ask(question: Mapping[str, Any], timeout: float) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 YES = ("yes", "pass", "true")  # values of a text by which a judge lets a text pass
-ENOUGH = 0.5  # the least number that does
+MIN_PASSING_SCORE = 0.5  # the least number that does
 MAX_TOLD = 300  # characters of an error
 
 
@@ -42,7 +42,7 @@ def passes(value: Any) -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float):
-        return value >= ENOUGH
+        return value >= MIN_PASSING_SCORE
     if isinstance(value, str):
         return value.strip().lower() in YES
     raise ValueError(f"it returned {type(value).__name__}, neither yes nor no")

@@ -31,7 +31,7 @@ RANK_BLOCK = 16
 SPLIT_K = 1024
 BLOCK_K = 256
 BLOCK_N = 256
-ALIGNED = 16  # bytes, which the kernels rely on
+ALIGNMENT_BYTES = 16  # bytes, which the kernels rely on
 TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
 Groups = Sequence[tuple[tuple[str, ...], Sequence[tuple[int, int]]]]
 """The linear groups of a model: the members' names, and their output columns."""
@@ -94,7 +94,7 @@ class AdapterSlots:
             if tensor is None:
                 return 0
             whole = tensor.contiguous()
-            kept.append(whole if whole.data_ptr() % ALIGNED == 0 else whole.clone())
+            kept.append(whole if whole.data_ptr() % ALIGNMENT_BYTES == 0 else whole.clone())
             return int(kept[-1].data_ptr())
 
         rows, ranks, scales = [], [], []

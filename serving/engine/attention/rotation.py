@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-HEADS = 8  # of a token to a program
+HEADS_PER_PROGRAM = 8  # of a token to a program
 # Without it LLVM makes one ``fma.rn.bf16`` of a rounded product and the sum that follows, which rounds once less than
 # torch does.
 UNFUSED = {"enable_fp_fusion": False}
@@ -27,12 +27,18 @@ class Rotation:
         """Return the kernel's constants."""
         half = self.q.shape[-1] // 2
         padded = 1 << (half - 1).bit_length()
-        return {"H": self.q.shape[1], "HKV": self.k.shape[1], "HALF": half, "HALF_PADDED": padded, "HEADS": HEADS}
+        return {
+            "H": self.q.shape[1],
+            "HKV": self.k.shape[1],
+            "HALF": half,
+            "HALF_PADDED": padded,
+            "HEADS": HEADS_PER_PROGRAM,
+        }
 
     @property
     def grid(self) -> tuple[int, int]:
         """Return the kernel's grid: for each token, the queries' heads and then the keys', ``HEADS`` at a time."""
-        return self.q.shape[2], -(-self.q.shape[1] // HEADS) - (-self.k.shape[1] // HEADS)
+        return self.q.shape[2], -(-self.q.shape[1] // HEADS_PER_PROGRAM) - (-self.k.shape[1] // HEADS_PER_PROGRAM)
 
     @property
     def strides(self) -> tuple[int, int, int, int]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Mask: TypeAlias = npt.NDArray[np.uint32]
 """One bit per token id, lowest bit first, [ceil((vocab_size + 1) / 32)]; the bit after the vocabulary is the end."""
 
-WORD = 32
+WORD_BITS = 32
 DEAD_END = "a grammar that leads to a complete text, which this model's tokens can write"
 
 LIMIT_REACHED = re.compile("too (many|complex|large)|max is|limit", re.IGNORECASE)  # in llguidance's messages
@@ -58,7 +58,7 @@ class MaskedPosition:
     @property
     def num_words(self) -> int:
         """The number of words in a mask."""
-        return self._tokenizer.vocab_size // WORD + 1
+        return self._tokenizer.vocab_size // WORD_BITS + 1
 
     def check(self) -> bool:
         """Replace the grammar's end by the request's own ends; False if the text can only end.
@@ -68,7 +68,7 @@ class MaskedPosition:
         allowed = self.allowed
         if self.keys is not None:
             self.keys.forbid_repeats(allowed)
-        word, bit = divmod(self._tokenizer.vocab_size, WORD)
+        word, bit = divmod(self._tokenizer.vocab_size, WORD_BITS)
         end = np.uint32(1 << bit)
         may_end = bool(allowed[word] & end)
         if not may_end:
@@ -79,7 +79,7 @@ class MaskedPosition:
         if not allowed.any():
             return False
         for token_id in self.ends:
-            allowed[token_id // WORD] |= np.uint32(1 << token_id % WORD)
+            allowed[token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)
         return True
 
     def stops_to_forbid(self, stop_ids: Sequence[int]) -> Sequence[int]:
@@ -261,10 +261,10 @@ class DistinctKeys:
 
     def forbid_repeats(self, allowed: Mask) -> None:
         def allows(token_id: int) -> bool:
-            return bool(allowed[token_id // WORD] >> np.uint32(token_id % WORD) & np.uint32(1))
+            return bool(allowed[token_id // WORD_BITS] >> np.uint32(token_id % WORD_BITS) & np.uint32(1))
 
         for token_id in self._keys.forbidden(self._tokens, allows):
-            allowed[token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
+            allowed[token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)
 
 
 def unpacked(masks: Mask, vocab_size: int) -> Any:

@@ -11,7 +11,7 @@ import torch
 from . import triton_support
 
 logger = logging.getLogger(__name__)
-ALIGNMENT = 16  # bytes, of what is fetched early
+ALIGNMENT_BYTES = 16  # bytes, of what is fetched early
 CAPABILITY = (9, 0)  # Hopper, the first with programmatic dependent launch
 PROGRAMS, BLOCK, LAUNCHES = 512, 256, 16  # of the trial: several waves of programs, one kernel after the other
 
@@ -72,5 +72,5 @@ def _recorded(device: Any) -> torch.Tensor:
 def fetched(weight: torch.Tensor, wanted: int) -> int:
     """Return how many weights of each row of ``weight`` [N, K] a kernel may fetch before it waits: 0 if its rows are
     not aligned."""
-    aligned = weight.data_ptr() % ALIGNMENT == weight.shape[1] * weight.element_size() % ALIGNMENT == 0
+    aligned = weight.data_ptr() % ALIGNMENT_BYTES == weight.shape[1] * weight.element_size() % ALIGNMENT_BYTES == 0
     return wanted if aligned else 0

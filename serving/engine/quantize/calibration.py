@@ -38,7 +38,7 @@ EXPONENTS = tuple(i / 8 for i in range(8))
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 DAMPINGS = (0.01, 0.1, 1.0)  # times the mean of H's diagonal; the first that makes H invertible is used
 BYTE_DAMPINGS = (0.1, 1.0)  # of weights of eight bits, whose errors are small: H of a sample is trusted less
-SWEEPS = 3
+NUM_SWEEPS = 3
 MIN_SCALE = 2.0**-14  # the smallest scale: the smallest float16 that keeps full precision
 MAX_HESSIAN_BYTES = 1 << 30  # bytes of the matrices H that are collected in one run over the tokens,
 MODEL_DIVISOR = 8  # or this part of the model's bytes: each run computes all of it
@@ -291,7 +291,7 @@ def _swept(weight: torch.Tensor, products: torch.Tensor, made: GroupedWeight) ->
     damped = products / mean + torch.eye(len(products)) * DAMPINGS[0]
     grouped = (values.view(len(zeros), GROUP_SIZE, -1) - zeros[:, None]) * scales[:, None]
     slope = damped @ (grouped.view_as(wanted) - wanted)  # slope of the error at each value
-    for _ in range(SWEEPS):
+    for _ in range(NUM_SWEEPS):
         for group, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
             rows = slice(group * GROUP_SIZE, (group + 1) * GROUP_SIZE)
             moved = _group_swept(values[rows], scale, zero, slope[rows].clone(), damped[rows, rows])

@@ -24,7 +24,7 @@ from . import device_sampling
 from .sampler import forbids_stops, has_penalties
 from .token_counts import TokenCounts
 
-BLOCK = 2048
+BLOCK_TOKENS = 2048
 FORBIDDEN = float("-inf")
 
 
@@ -131,9 +131,9 @@ def penalize(logits: Any, words: Any, slots: Any, penalties: Any) -> Any:
 
         out = torch.empty(rows, size, dtype=torch.float32, device=logits.device)
         assert logits.stride(1) == 1
-        grid = rows, -(-size // BLOCK)
+        grid = rows, -(-size // BLOCK_TOKENS)
         adjustment_kernel.penalize[grid](
-            logits, words, slots, penalties, out, logits.stride(0), size, BLOCK=BLOCK, num_warps=8
+            logits, words, slots, penalties, out, logits.stride(0), size, BLOCK=BLOCK_TOKENS, num_warps=8
         )
         return out
     return penalize_by_torch(logits, words, slots, penalties)

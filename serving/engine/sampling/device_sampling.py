@@ -17,10 +17,10 @@ from ..devices import triton_support
 from ..devices.transfers import constant, upload_values
 from .top_logits import MAX_COUNT, top_logits
 
-BLOCK = 1024  # tokens that one program compares
-SEARCHED = 4096  # tokens of a program that searches for the end of a nucleus
-TILE = 1024  # of these at a time
-RANGE = 40.0  # less probable tokens than exp(-RANGE) times the likeliest are in no nucleus
+BLOCK_TOKENS = 1024  # tokens that one program compares
+SEARCH_TOKENS = 4096  # tokens of a program that searches for the end of a nucleus
+TILE_TOKENS = 1024  # of these at a time
+LOGIT_RANGE = 40.0  # less probable tokens than exp(-LOGIT_RANGE) times the likeliest are in no nucleus
 PARTS, DIGITS = 8, 8  # of the place where a nucleus ends, to RANGE / PARTS ** DIGITS
 
 
@@ -44,7 +44,7 @@ def exponentials(seeds: Sequence[int], positions: Sequence[int], size: int, devi
 
     times = torch.empty(len(seeds), size, dtype=torch.float32, device=device)
     keys = sampling_keys(seeds, positions, device)
-    kernel.exponentials[(len(seeds), -(-size // BLOCK))](keys, times, size, BLOCK=BLOCK)
+    kernel.exponentials[(len(seeds), -(-size // BLOCK_TOKENS))](keys, times, size, BLOCK=BLOCK_TOKENS)
     return times
 
 
@@ -54,8 +54,10 @@ def exponentials_at(ids: Any, seeds: Sequence[int], positions: Sequence[int]) ->
 
     (rows, width), device = ids.shape, ids.device
     times = torch.empty(rows, width, dtype=torch.float32, device=device)
-    grid = rows, -(-width // BLOCK)
-    kernel.exponentials_at[grid](sampling_keys(seeds, positions, device), ids.contiguous(), times, width, BLOCK=BLOCK)
+    grid = rows, -(-width // BLOCK_TOKENS)
+    kernel.exponentials_at[grid](
+        sampling_keys(seeds, positions, device), ids.contiguous(), times, width, BLOCK=BLOCK_TOKENS
+    )
     return times
 
 
@@ -71,12 +73,12 @@ def race(logits: Any, best: Any, parameters: Sequence[Sampling], seeds: Sequence
     scales = constant(tuple(1.0 / p.temperature for p in parameters), torch.float32, device)
     limits = tuple((p.top_p, -math.log(p.min_p) if p.min_p else math.inf, p.typical_p) for p in parameters)
     floors, ceilings = kept(logits, best.float(), scales, limits)
-    blocks = -(-size // BLOCK)
+    blocks = -(-size // BLOCK_TOKENS)
     scores = torch.empty(rows, blocks, dtype=torch.float32, device=device)
     winners = torch.empty(rows, blocks, dtype=torch.int64, device=device)
     keys = sampling_keys(seeds, positions, device)
     kernel.race[(rows, blocks)](
-        logits, keys, scales, floors, ceilings, scores, winners, logits.stride(0), size, BLOCK=BLOCK
+        logits, keys, scales, floors, ceilings, scores, winners, logits.stride(0), size, BLOCK=BLOCK_TOKENS
     )
     return winners.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
 
@@ -87,28 +89,29 @@ def kept(logits: Any, best: Any, scales: Any, limits: Sequence[tuple[float, floa
     from . import device_sampling_kernel as kernel
 
     (rows, size), device = logits.shape, logits.device
-    blocks = -(-size // SEARCHED)
+    blocks = -(-size // SEARCH_TOKENS)
     bounds = constant(tuple(limits), torch.float32, device)
     floors, ceilings, fars, means = torch.zeros(4, rows, dtype=torch.float32, device=device)
     sums = torch.empty(DIGITS, rows, blocks, PARTS, dtype=torch.float32, device=device)
     state = torch.empty(DIGITS, rows, 2, dtype=torch.float64, device=device)
-    found = {"CHUNKS": 1 << (blocks - 1).bit_length(), "RANGE": RANGE, "PARTS": PARTS, "DIGITS": DIGITS}
+    found = {"CHUNKS": 1 << (blocks - 1).bit_length(), "RANGE": LOGIT_RANGE, "PARTS": PARTS, "DIGITS": DIGITS}
 
     def search(centers: Any, ends: Any, column: int) -> None:
         for digit in range(DIGITS):
             kernel.sums_of_parts[(rows, blocks)](
                 logits, best, scales, centers, ends, bounds[:, column], sums, state, logits.stride(0), size, 3,
-                digit, BLOCK=SEARCHED, TILE=min(TILE, SEARCHED), **found,
+                digit, BLOCK=SEARCH_TOKENS, TILE=min(TILE_TOKENS, SEARCH_TOKENS), **found,
             )  # fmt: skip
 
     is_cut = any(top_p < 1.0 for top_p, _, _ in limits)
     if is_cut:
-        search(means, constant((RANGE,) * rows, torch.float32, device), 0)
+        search(means, constant((LOGIT_RANGE,) * rows, torch.float32, device), 0)
     kernel.nucleus[(rows,)](sums, state, bounds, best, scales, fars, floors, ceilings, blocks, SEARCHED=is_cut, **found)
     if any(share < 1.0 for _, _, share in limits):
         kernel.mean_distance[(rows,)](
-            logits, best, scales, bounds, fars, means, logits.stride(0), size, TILE=4096, RANGE=RANGE, num_warps=16
-        )
+            logits, best, scales, bounds, fars, means, logits.stride(0), size, TILE=4096, RANGE=LOGIT_RANGE,
+            num_warps=16,
+        )  # fmt: skip
         search(means, fars, 2)
         kernel.typical[(rows,)](sums, state, bounds, best, scales, fars, means, floors, ceilings, blocks, **found)
     return floors, ceilings

@@ -11,7 +11,7 @@ import torch
 from ..devices import overlap, triton_support
 
 logger = logging.getLogger(__name__)
-BLOCK = 4096  # tokens that one program compares
+BLOCK_TOKENS = 4096  # tokens that one program compares
 
 
 def greedy_tokens(logits: Any) -> Any:
@@ -29,16 +29,16 @@ def by_torch(logits: Any) -> Any:
 
 
 def by_kernel(logits: Any) -> Any:
-    """Do the same by our kernels: the largest of ``BLOCK`` tokens, then the largest of these."""
+    """Do the same by our kernels: the largest of ``BLOCK_TOKENS`` tokens, then the largest of these."""
     from . import greedy_kernel as kernel
 
     rows, size = logits.shape
-    chunks = -(-size // BLOCK)
+    chunks = -(-size // BLOCK_TOKENS)
     values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     how = overlap.options(logits.device)
-    kernel.largest_of_chunk[(rows, chunks)](logits, values, places, size, logits.stride(0), BLOCK=BLOCK, **how)
+    kernel.largest_of_chunk[(rows, chunks)](logits, values, places, size, logits.stride(0), BLOCK=BLOCK_TOKENS, **how)
     padded = 1 << (chunks - 1).bit_length()
     kernel.largest_of_row[(rows,)](values, places, tokens, chunks, PADDED=max(padded, 2), num_warps=1, **how)
     return tokens
@@ -52,12 +52,12 @@ def is_offered(device: Any, dtype: Any) -> bool:
 @cache
 def computes_right(device: Any, dtype: Any) -> bool:
     """Probe the kernels with rows that have equals, nothing finite, or numbers that are none."""
-    size = 2 * BLOCK + 77
+    size = 2 * BLOCK_TOKENS + 77
     logits = torch.randn(6, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    logits[1, [40, BLOCK - 1, BLOCK, size - 1]] = 99.0
+    logits[1, [40, BLOCK_TOKENS - 1, BLOCK_TOKENS, size - 1]] = 99.0
     logits[2, size - 1] = float("nan")
     logits[3] = float("-inf")
-    logits[4, BLOCK] = float("inf")
+    logits[4, BLOCK_TOKENS] = float("inf")
     logits[5, 1:] = float("-inf")
     reason = triton_support.why_wrong(lambda: by_kernel(logits), lambda: by_torch(logits), 0.0, "the kernel")
     if reason:

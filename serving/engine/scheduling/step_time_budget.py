@@ -21,12 +21,14 @@ PROBE_STEPS = 4  # one in so many provisioned steps has no best-effort work, to 
 MIN_SEEN = 8  # steps before an estimate is worth anything
 
 _WINDOW_STEPS = 256  # steps that an estimate is made from
-_FADE = 0.98  # the weight of a step relative to the one after it
+_FADE_FACTOR = 0.98  # the weight of a step relative to the one after it
 _REFIT_STEPS = 4  # steps from one estimate to the next
 _SCALE = np.array([1.0, 8.0, 64.0, 1.0, 2048.0])  # brings all features to about one
-_RIDGE = 1e-4
-_DEBT = 10.0  # the most that best-effort work may owe, in ceilings; it pays back what it overdrew before it runs
-_OUTLIER = 3.0  # times the estimate; a longer step is put down to another process
+_RIDGE_WEIGHT = 1e-4
+_MAX_DEBT_CEILINGS = (
+    10.0  # the most that best-effort work may owe, in ceilings; it pays back what it overdrew before it runs
+)
+_OUTLIER_FACTOR = 3.0  # times the estimate; a longer step is put down to another process
 
 Vector = npt.NDArray[np.float64]
 
@@ -112,7 +114,7 @@ class StepCost:
         """Learn from a step of ``work`` that took ``seconds``. Outliers, which other processes cause, are capped."""
         features = work.features
         if self.known and (foreseen := float(self._weights @ features)) > 0:
-            seconds = min(seconds, _OUTLIER * foreseen)
+            seconds = min(seconds, _OUTLIER_FACTOR * foreseen)
         at = self._count % _WINDOW_STEPS
         self._features[at], self._seconds[at] = features, seconds
         self._count += 1
@@ -135,13 +137,13 @@ class StepCost:
     def _fit(self) -> None:
         n = min(self._count, _WINDOW_STEPS)
         age = (self._count - 1 - np.arange(n)) % _WINDOW_STEPS
-        weight = _FADE ** age.astype(np.float64)
+        weight = _FADE_FACTOR ** age.astype(np.float64)
         x, y = self._features[:n], self._seconds[:n]
         gram = (x * weight[:, None]).T @ x / weight.sum()
         target = (x * weight[:, None]).T @ y / weight.sum()
         kept = list(range(len(_SCALE)))
         while kept:  # leave out a feature with a negative coefficient: it explains nothing
-            part = gram[np.ix_(kept, kept)] + _RIDGE * np.eye(len(kept))
+            part = gram[np.ix_(kept, kept)] + _RIDGE_WEIGHT * np.eye(len(kept))
             found = np.linalg.solve(part, target[kept])
             if found.min() >= 0:
                 break
@@ -230,6 +232,6 @@ class BestEffortBudget:
         if total != provisioned:
             foreseen = self.cost.predict(total) - alone
             taken = seconds - alone
-            self.credit -= min(taken, _OUTLIER * foreseen + STEP_SHARE * alone)
+            self.credit -= min(taken, _OUTLIER_FACTOR * foreseen + STEP_SHARE * alone)
         ceiling = self._ceiling(STEP_SHARE * alone)
-        self.credit = max(-_DEBT * ceiling, min(ceiling, self.credit))
+        self.credit = max(-_MAX_DEBT_CEILINGS * ceiling, min(ceiling, self.credit))

@@ -26,7 +26,7 @@ from ..sampling.sampler import choose
 from . import shared
 from .shared import ARGUMENT
 
-GROWTH = 256  # tokens by which the array of a sequence's tokens grows
+GROWTH_TOKENS = 256  # tokens by which the array of a sequence's tokens grows
 
 
 class Draw(Struct, frozen=True, array_like=True):
@@ -50,7 +50,7 @@ class RacePosition:
         self.processors = LogitsProcessors.of(draw.sampling)
         self._output_ids = output_ids
         self._num_known = self._filled = len(known)
-        self._tokens = np.empty(len(known) + GROWTH, dtype=np.int32)
+        self._tokens = np.empty(len(known) + GROWTH_TOKENS, dtype=np.int32)
         self._tokens[: len(known)] = known
 
     @property

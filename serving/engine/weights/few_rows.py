@@ -28,14 +28,14 @@ from .weight_layouts import PlainWeight
 logger = logging.getLogger(__name__)
 MAX_ROWS = 32
 MIN_BLOCKS = 4  # of K in a part
-FETCHED = 512  # weights of a row that a program fetches before it waits for the kernel before
+PREFETCHED_WEIGHTS = 512  # weights of a row that a program fetches before it waits for the kernel before
 DTYPES = (torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.01 for 16-bit types
 EXAMPLE = (112, 2048)  # N does not fill its blocks, and K is split; kernels are compiled as for common shapes
 COLD_BYTES = 128 << 20  # read between two reads of a weight when products are timed, which no cache holds
 MAX_LAUNCHES = 16  # that are timed together
-REPEATS = 3
-GAIN = 0.98  # of torch's time, which ours must not exceed to be chosen
+NUM_REPEATS = 3
+MAX_TIME_RATIO = 0.98  # of torch's time, which ours must not exceed to be chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def multiply(
     known_bias = out if bias is None else bias
     same = {"HAS_BIAS": bias is not None, "BLOCK_N": form.block_n, "BLOCK_K": form.block_k}
     same |= {"WHOLE_K": K % form.block_k == 0, "num_warps": form.warps, "num_stages": form.stages}
-    fetched = overlap.fetched(weight, FETCHED)
+    fetched = overlap.fetched(weight, PREFETCHED_WEIGHTS)
     if not form.programs:
         kernel.multiply_row[(-(-N // form.block_n),)](
             x, weight, known_bias, out, N, K, fetched, **same, **overlap.options(x.device)
@@ -210,7 +210,7 @@ def choose(weights: Sequence[PlainWeight], max_rows: int, forms: Sequence[Form] 
         chosen[count] = None
         if own:
             best = min(own, key=own.__getitem__)
-            chosen[count] = best if own[best] <= GAIN * known else None
+            chosen[count] = best if own[best] <= MAX_TIME_RATIO * known else None
             times[count] = known, own[best]
     return Choice(N, K, chosen, times)
 
@@ -237,7 +237,7 @@ def timed(products: Sequence[Callable[[], Any]]) -> float:
             product()
     graph.replay()
     took = []
-    for _ in range(REPEATS):
+    for _ in range(NUM_REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()

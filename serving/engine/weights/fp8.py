@@ -37,7 +37,7 @@ CAPABILITY = (8, 9)  # Ada, the first with products in float8
 BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES = 64, 128, 4, 4  # of the kernel
 TILE_STAGES = 5  # with tensor descriptors, which are faster by 8 % on an H100
 ROW_BLOCK_N, ROW_BLOCK_K, ROW_WARPS = 4, 1024, 2  # of the kernel for one row: the fastest of four on an H100
-FETCHED = 1024  # values of a row that a program fetches before it waits for the kernel before
+PREFETCHED_VALUES = 1024  # values of a row that a program fetches before it waits for the kernel before
 MIN_STEPS = 4  # of a program: fewer would not hide the first loads
 ROW_BLOCK = 4096  # values of a row that are read at once when it is quantised
 PROGRAMS = 3 * 132  # the kernel's at least, if K is long enough: three for each multiprocessor of an H100
@@ -140,9 +140,10 @@ def multiply(
     tiles = TensorDescriptor.from_tensor(codes, [BLOCK_N, BLOCK_K]) if in_tiles else codes
     kernel.multiply[(blocks, split)](
         x.contiguous(), codes, tiles, scale, known_bias, out, partial, finished, rows, N, K,
-        overlap.fetched(values, FETCHED), HAS_BIAS=bias is not None, SPLIT=split, BLOCK_M=block_m, BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K, WHOLE_K=K % BLOCK_K == 0, DECODE=decoding(x.device, x.dtype), IN_TILES=in_tiles,
-        num_warps=NUM_WARPS, num_stages=TILE_STAGES if in_tiles else NUM_STAGES, **overlap.options(x.device),
+        overlap.fetched(values, PREFETCHED_VALUES), HAS_BIAS=bias is not None, SPLIT=split, BLOCK_M=block_m,
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, WHOLE_K=K % BLOCK_K == 0, DECODE=decoding(x.device, x.dtype),
+        IN_TILES=in_tiles, num_warps=NUM_WARPS, num_stages=TILE_STAGES if in_tiles else NUM_STAGES,
+        **overlap.options(x.device),
     )  # fmt: skip
     return out
 
@@ -157,7 +158,7 @@ def _multiply_row(x: Any, values: Any, scale: Any, bias: Any) -> torch.Tensor:
         way = "packed"  # as measured
     kernel.multiply_row[(-(-N // ROW_BLOCK_N),)](
         x.contiguous(), values.view(torch.uint8), scale, scale if bias is None else bias, out, N, K,
-        overlap.fetched(values, FETCHED),
+        overlap.fetched(values, PREFETCHED_VALUES),
         HAS_BIAS=bias is not None, BLOCK_N=ROW_BLOCK_N, BLOCK_K=ROW_BLOCK_K, WHOLE_K=K % ROW_BLOCK_K == 0,
         DECODE=way, num_warps=ROW_WARPS, num_stages=1, **overlap.options(x.device),
     )  # fmt: skip

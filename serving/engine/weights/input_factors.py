@@ -26,9 +26,9 @@ from .quantization import can_quantize
 from .stored_weights import FACTORS
 
 SEQUENCES, LENGTH, SEED = 2, 128, 0  # of the random tokens
-FLOOR = 0.01  # times the median of the mean squares is added to each
+FLOOR_RATIO = 0.01  # times the median of the mean squares is added to each
 MAX_EXPONENT = 8.0  # factors are between 2^-8 and 2^8
-STEPS = 2  # factors between 1 and 2: a power of two would be up to 1.4 times too large or too small
+STEPS_PER_OCTAVE = 2  # factors between 1 and 2: a power of two would be up to 1.4 times too large or too small
 ROWS_AT_ONCE = 1024  # of weights, whose squares are summed as float64
 
 
@@ -84,8 +84,8 @@ def balanced(squares: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Te
         return None
     exponents = 0.25 * (_floored(of_weights) / _floored(squares)).log2()
     exponents -= exponents.mean()
-    return ((exponents * STEPS).round() / STEPS).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2().float()
+    return ((exponents * STEPS_PER_OCTAVE).round() / STEPS_PER_OCTAVE).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2().float()
 
 
 def _floored(squares: torch.Tensor) -> torch.Tensor:
-    return squares + FLOOR * squares.median()
+    return squares + FLOOR_RATIO * squares.median()

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 FEW_ROWS = 64  # rows that a program of the kernel has room for
 MAX_CHUNK, MIN_CHUNK = 128, 32  # inputs that are read at once; a group is a multiple of them
 NUM_WARPS, NUM_STAGES = 4, 4
-FETCHED = 1024  # bytes of a row that a program fetches before it waits for the kernel before
+PREFETCHED_BYTES = 1024  # bytes of a row that a program fetches before it waits for the kernel before
 TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
 
 
@@ -78,7 +78,7 @@ def multiply(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     bias = out if weight.bias is None else weight.bias
     kernel.multiply[(blocks, split)](
         x.contiguous(), weight.values, weight.scale, weight.zero, bias, out, partial, weight.finished, rows, N, K,
-        overlap.fetched(weight.values, FETCHED), HAS_BIAS=weight.bias is not None, SPLIT=split,
+        overlap.fetched(weight.values, PREFETCHED_BYTES), HAS_BIAS=weight.bias is not None, SPLIT=split,
         BLOCK_M=max(16, 1 << (rows - 1).bit_length()), BLOCK_N=BLOCK_N, CHUNK=chunk,
         GROUP=weight.group, PACKED=x.is_cuda and x.dtype == torch.bfloat16, num_warps=NUM_WARPS,
         num_stages=NUM_STAGES, **overlap.options(x.device),

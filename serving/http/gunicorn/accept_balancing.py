@@ -16,7 +16,7 @@ import time
 
 CLOSED = -1  # the count of a slot that takes no connections: without a worker, or its worker is starting or draining
 HUNG_SECONDS = 1.0  # seconds without an accept after which a worker whose turn it is counts as hung
-_WIDTH = 2  # words of a slot: current connections, and how many were accepted so far
+_SLOT_WORDS = 2  # words of a slot: current connections, and how many were accepted so far
 
 
 class AcceptBalancer:
@@ -24,27 +24,27 @@ class AcceptBalancer:
 
     def __init__(self, workers: int) -> None:
         slots = 2 * workers  # a worker may still be draining when its successor starts
-        self.words = memoryview(mmap.mmap(-1, slots * _WIDTH * 4)).cast("i")
+        self.words = memoryview(mmap.mmap(-1, slots * _SLOT_WORDS * 4)).cast("i")
         self._given: set[int] = set()
         for slot in range(slots):
             self._clear(slot)
 
     def assign(self) -> WorkerSlot:
-        slot = next(slot for slot in range(len(self.words) // _WIDTH) if slot not in self._given)
+        slot = next(slot for slot in range(len(self.words) // _SLOT_WORDS) if slot not in self._given)
         self._given.add(slot)
         return WorkerSlot(self.words, slot)
 
     @property
     def num_open(self) -> int:
         """The number of workers that take connections."""
-        return sum(count != CLOSED for count in self.words[::_WIDTH])
+        return sum(count != CLOSED for count in self.words[::_SLOT_WORDS])
 
     def reclaim(self, slot: WorkerSlot) -> None:
         self._clear(slot.number)
         self._given.discard(slot.number)
 
     def _clear(self, slot: int) -> None:
-        self.words[slot * _WIDTH], self.words[slot * _WIDTH + 1] = CLOSED, 0
+        self.words[slot * _SLOT_WORDS], self.words[slot * _SLOT_WORDS + 1] = CLOSED, 0
 
 
 class WorkerSlot:
@@ -52,7 +52,7 @@ class WorkerSlot:
 
     def __init__(self, words: memoryview[int], number: int) -> None:
         self.number = number
-        self._words, self._index = words, number * _WIDTH
+        self._words, self._index = words, number * _SLOT_WORDS
         self.connections = 0
         self._open = False
         self._ahead: dict[int, tuple[int, int]] = {}
@@ -110,5 +110,9 @@ class WorkerSlot:
     def _others(self) -> dict[int, tuple[int, int]]:
         """Return (connections, accepted) of each open slot except this one."""
         words = self._words.tolist()
-        states = ((i // _WIDTH, (words[i], words[i + 1])) for i in range(0, len(words), _WIDTH) if words[i] != CLOSED)
+        states = (
+            (i // _SLOT_WORDS, (words[i], words[i + 1]))
+            for i in range(0, len(words), _SLOT_WORDS)
+            if words[i] != CLOSED
+        )
         return {slot: state for slot, state in states if slot != self.number}

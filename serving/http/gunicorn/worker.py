@@ -21,7 +21,7 @@ from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
 from ...interface.errors import ShuttingDown
-from ...routing.load_shedding import DRAIN_RETRY_AFTER
+from ...routing.load_shedding import DRAIN_RETRY_SECONDS
 from ...system import logs
 from ...system.backoff import Backoff
 from ..wire import request_smuggling
@@ -47,7 +47,7 @@ QUIT_SECONDS = 10.0
 BOOT_PAUSES = (1.0, 30.0)  # seconds between attempts while workers cannot start: the first and the longest pause
 MAX_PROBES = 64  # maximum number of connections to the listener for probes
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_AFTER)
+CUT_SHORT = ShuttingDown("the server stopped before the reply was complete", retry_after=DRAIN_RETRY_SECONDS)
 
 
 class DrainingWorker(GeventWorker):

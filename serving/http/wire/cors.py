@@ -17,7 +17,7 @@ from ...observability.access_record import REQUEST_ID
 from .csrf import allows
 
 ANY = "*"
-MAX_AGE = 600  # seconds for which a browser may remember a preflight
+MAX_AGE_SECONDS = 600  # seconds for which a browser may remember a preflight
 HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(\s*,\s*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
 _LIMITED = sorted({noun for nouns in NOUNS.values() for noun in nouns})
 EXPOSED = ", ".join(
@@ -51,7 +51,7 @@ def preflight(origins: tuple[str, ...], headers: Mapping[str, str], methods: Ite
     asked = headers["Access-Control-Request-Method"]
     if asked not in (allowed := sorted(methods)):
         raise MethodNotAllowed(f"Access-Control-Request-Method: {asked[:20]!r} is not one of {', '.join(allowed)}")
-    found = {"Access-Control-Allow-Methods": ", ".join(allowed), "Access-Control-Max-Age": str(MAX_AGE)}
+    found = {"Access-Control-Allow-Methods": ", ".join(allowed), "Access-Control-Max-Age": str(MAX_AGE_SECONDS)}
     names = headers.get("Access-Control-Request-Headers", "").strip()
     if HEADER_NAMES.fullmatch(names):  # repeated, because * would not stand for Authorization
         found["Access-Control-Allow-Headers"] = names

@@ -32,7 +32,7 @@ LEASE_SECONDS = 30
 """How long after its last report a process's slices are void."""
 REFUSED_SECONDS = 1.0
 """So long nothing is asked for of a window that had too little left to lend."""
-TIMEOUT = 2.0
+TIMEOUT_SECONDS = 2.0
 _FIELD_OF: dict[Kind, int] = {
     "itpm": 0,
     "otpm": 1,
@@ -103,7 +103,7 @@ class Lender:
         if not profiles and not held:
             return False
         work = partial(lend, holder=self._holder(), profiles=profiles, held=held, clock=self._clock)
-        found = self._store.write(work, timeout=TIMEOUT)
+        found = self._store.write(work, timeout=TIMEOUT_SECONDS)
         with self._slices.lock:
             for subject in {*held, *found.outcomes}:
                 self._apply(subject, found)

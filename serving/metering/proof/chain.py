@@ -25,7 +25,7 @@ from .keys import ProofKeys, make_keys
 
 BATCH_ROWS = 100
 """Rows a transaction: some ten milliseconds of the store's write lock."""
-TIMEOUT = 2.0
+TIMEOUT_SECONDS = 2.0
 GENESIS = "0" * 64
 """The first link's hash of the one before."""
 FOLDED, REPAIRED = "folded", "repaired"
@@ -108,9 +108,9 @@ def extend(store: Store, now_ms: int, *, rows: int | None = None, wait: bool = F
     """
     rows = BATCH_ROWS if rows is None else rows
     waiting = sa.select(ledger.c.request_id).where(_WAITING).limit(1)
-    if store.read(lambda connection: connection.execute(waiting).first(), timeout=TIMEOUT) is None:
+    if store.read(lambda connection: connection.execute(waiting).first(), timeout=TIMEOUT_SECONDS) is None:
         return 0
-    return store.write(partial(_extend, store=store, now_ms=now_ms, rows=rows, wait=wait), timeout=TIMEOUT)
+    return store.write(partial(_extend, store=store, now_ms=now_ms, rows=rows, wait=wait), timeout=TIMEOUT_SECONDS)
 
 
 def _extend(connection: sa.Connection, *, store: Store, now_ms: int, rows: int, wait: bool) -> int:

@@ -14,7 +14,7 @@ from .canonical import digest, row_hash
 from .chain import FOLDED, GENESIS, REPAIRED, head_of, link_hash
 from .keys import ProofKeys, find_keys, is_signed
 
-PAGE = 500
+PAGE_ROWS = 500
 MAX_PROBLEMS = 1000
 """Problems that are kept; all are counted."""
 
@@ -90,7 +90,7 @@ class _Check:
         """Check the next links, and return whether there may be more."""
         if not store.is_sqlite:  # links and rows as they were at one moment
             connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-        query = sa.select(links).where(links.c.sequence > self._last).order_by(links.c.sequence).limit(PAGE)
+        query = sa.select(links).where(links.c.sequence > self._last).order_by(links.c.sequence).limit(PAGE_ROWS)
         found = connection.execute(query).all()
         rows = _rows(connection, [link.request_id for link in found])
         for link in found:
@@ -99,7 +99,7 @@ class _Check:
                 self._check_fold(connection, link)
             else:
                 self._check_row(link, rows.get(link.request_id))
-        if len(found) == PAGE:
+        if len(found) == PAGE_ROWS:
             return True
         self._check_end(connection)
         return False

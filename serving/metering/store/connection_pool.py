@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
 
-POLL_INTERVAL = 0.005  # seconds between checks for a returned connection
+POLL_SECONDS = 0.005  # seconds between checks for a returned connection
 
 
 class ConnectionPool(sa.Pool):
@@ -50,7 +50,7 @@ class ConnectionPool(sa.Pool):
             except IndexError:
                 if time.monotonic() > until:
                     raise PoolTimeout(f"all {self._size} connections are in use") from None
-            time.sleep(POLL_INTERVAL)
+            time.sleep(POLL_SECONDS)
 
     def _do_return_conn(self, record: ConnectionPoolEntry) -> None:
         try:

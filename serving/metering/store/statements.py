@@ -26,7 +26,7 @@ TEXTS = {
     "postgresql": "(SELECT json_array_elements_text(CAST(%s AS json)))",
 }
 FOR_UPDATE = {"sqlite": "", "postgresql": "FOR UPDATE"}
-IDLE = 0
+IDLE_STATUS = 0
 """PostgreSQL's status of a connection that is in no transaction (``PQTRANS_IDLE``)."""
 Query = tuple[str, tuple[Any, ...]]
 
@@ -46,7 +46,7 @@ def fetch(connection: sa.Connection, *queries: Query, commit: bool = False) -> l
     driver: Any = connection.connection.driver_connection
     cursors = [driver.cursor() for _ in queries]
     with pipelined(connection, commit=commit):
-        if driver.info.transaction_status == IDLE:
+        if driver.info.transaction_status == IDLE_STATUS:
             driver.cursor().execute("BEGIN", prepare=False)
         for cursor, (text, given) in zip(cursors, queries, strict=True):
             cursor.execute(text, given or None)
@@ -58,7 +58,7 @@ def begin(connection: sa.Connection, cursor: Any, *_: object) -> None:
 
     psycopg would do so itself, and wait for the answer even in a pipeline.
     """
-    if connection.in_transaction() and cursor.connection.info.transaction_status == IDLE:
+    if connection.in_transaction() and cursor.connection.info.transaction_status == IDLE_STATUS:
         cursor.connection.execute("BEGIN", prepare=False)
 
 

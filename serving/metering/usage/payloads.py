@@ -19,7 +19,7 @@ from ..store.cursors import number_of
 from ..store.store import Store
 from ..store.tables import endpoints, payloads
 
-SLACK = 10
+SLACK_DIVISOR = 10
 """A bound that is exceeded is restored with a tenth of it free, so that not every write deletes."""
 BATCH_ROWS = 500  # deleted at once
 READ_ROWS = 50  # read at once: a row has up to two texts of ``MAX_TEXT`` bytes
@@ -153,7 +153,7 @@ def _bound(connection: sa.Connection, endpoint: str, settings: PayloadLog) -> No
         .where(this)
         .subquery()
     )
-    most_rows, most_bytes = (most - most // SLACK for most in (settings.max_rows, settings.max_bytes))
+    most_rows, most_bytes = (most - most // SLACK_DIVISOR for most in (settings.max_rows, settings.max_bytes))
     beyond = sa.or_(ranked.c.place > most_rows, ranked.c.held > most_bytes)
     connection.execute(sa.delete(payloads).where(payloads.c.number.in_(sa.select(ranked.c.number).where(beyond))))
 

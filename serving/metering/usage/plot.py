@@ -19,7 +19,7 @@ MAX_GROUPS_SHOWN = 9  # groups with a colour of their own; all others are combin
 MAX_DAYS_IN_HOURS = 3  # a span of so many days is shown by the hour
 OTHERS, NONE = "others", "none"
 TITLES = {"entity": "model", "key_id": "key"}
-BAR = 0.9  # width of a bar, as a share of its time
+BAR_SHARE = 0.9  # width of a bar, as a share of its time
 
 
 def plot_usage(
@@ -80,7 +80,7 @@ def _stacked(
     bottom = [0] * len(times)
     for name, values in stacks.items():
         heights, below = [value / scale for value in values], [value / scale for value in bottom]
-        axes.bar(starts, heights, bottom=below, label=labels[name], width=width * BAR, align="edge")
+        axes.bar(starts, heights, bottom=below, label=labels[name], width=width * BAR_SHARE, align="edge")
         bottom = [under + more for under, more in zip(bottom, values, strict=True)]
     if times:
         day = datetime.timedelta(days=1)

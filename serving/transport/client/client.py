@@ -29,8 +29,8 @@ from .io_loop import IoLoop, WaitOptions
 from .poller import Poller, ThreadPoller
 from .protocol_state import Answered, ClientState
 
-JOURNAL_TIMEOUT = 5.0  # seconds that a page of a journal may take
-JOIN_TIMEOUT = 5.0  # seconds that the interpreter's exit may wait for a goodbye
+JOURNAL_SECONDS = 5.0  # seconds that a page of a journal may take
+JOIN_SECONDS = 5.0  # seconds that the interpreter's exit may wait for a goodbye
 # the gauges while there is no engine
 AWAY = dict.fromkeys(("num_running", "num_waiting", "num_provisioned", "kv_tokens_used", "num_standbys"), 0)
 
@@ -127,7 +127,7 @@ class RemoteEngine(Engine):
         self._finalizer.atexit = False
 
     def _join(self) -> None:
-        self._owner.join(JOIN_TIMEOUT)
+        self._owner.join(JOIN_SECONDS)
 
     def forked(self) -> None:
         """Forget the parent's connection, thread and locks in a forked child; the next call opens new ones."""
@@ -221,7 +221,7 @@ class RemoteEngine(Engine):
 
         Raises ``ServingError``, also if the engine does not answer soon.
         """
-        found: JournalPage = self._ask(lambda state, call: state.read_journal(name, position, call), JOURNAL_TIMEOUT)
+        found: JournalPage = self._ask(lambda state, call: state.read_journal(name, position, call), JOURNAL_SECONDS)
         return found
 
     def _call(self, ask: Callable[[ClientState, _Call], None]) -> tuple[AdapterInfo, ...]:
@@ -298,7 +298,7 @@ def _close_all() -> None:
             client.close()
     for owner in list(_leaving):
         with contextlib.suppress(Exception):
-            owner.join(JOIN_TIMEOUT)
+            owner.join(JOIN_SECONDS)
 
 
 def _forked() -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 5.0  # seconds, in the error of requests that found no engine
 CHECK_SECONDS = 0.25  # seconds between checks of the engine's lock and the clock
-PING_INTERVAL = 5.0
+PING_SECONDS = 5.0
 DEAD_TURNS = 4
 FRAMES_PER_TURN = 16  # frames read before others may run: an engine faster than its readers must not starve them
 Command = Callable[[ClientState], None]
@@ -330,6 +330,6 @@ class IoLoop:
         if self._without_progress > self.stall_timeout:
             logger.warning("the engine makes no progress")
             self._lost("hung")
-        elif self.finder.secret is not None and self._turned_at - self._pinged_at > PING_INTERVAL:
+        elif self.finder.secret is not None and self._turned_at - self._pinged_at > PING_SECONDS:
             self._pinged_at = self._turned_at
             self.state.outbox.append(m.encode(m.Ping()))

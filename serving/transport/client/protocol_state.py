@@ -18,7 +18,7 @@ from .inflight import EventSink, InflightRequest
 
 MAX_RESTARTS = 3
 SUSPECT_RESTARTS = 2  # after so many restarts without an event, a request runs alone: it may be a poison request
-DRAIN_RETRY_AFTER = 5.0  # seconds
+DRAIN_RETRY_SECONDS = 5.0  # seconds
 MAX_GENERATIONS = 16  # number of engine processes whose last heartbeat is kept
 
 
@@ -88,7 +88,7 @@ class ClientState:
         if running.done:
             return number
         if self.welcome and self.health.status == "draining":
-            running.fail(ShuttingDown("the engine is shutting down", retry_after=DRAIN_RETRY_AFTER))
+            running.fail(ShuttingDown("the engine is shutting down", retry_after=DRAIN_RETRY_SECONDS))
             return number
         self._running[number] = running
         if self.welcome and self._alone is None:

@@ -12,8 +12,8 @@ from ..auth import check_address, read_key
 from .membership import Membership
 from .state_directory import SOCKET, Sleep, StateDirectory, check_private
 
-POLL_INTERVAL = 0.03  # seconds
-RETRY_INTERVAL = 0.5  # seconds between connections to another host, so as not to flood one that refuses us
+POLL_SECONDS = 0.03  # seconds
+RETRY_SECONDS = 0.5  # seconds between connections to another host, so as not to flood one that refuses us
 GRACE_SECONDS = 2.0  # seconds that the supervisor of a stalled engine has to replace it
 
 
@@ -48,7 +48,7 @@ class Attacher:
     def find(self, stalled: str, cancelled: Callable[[], bool]) -> str:
         if self.state is None:
             self._sleep(max(0.0, self._not_before - time.monotonic()))
-            self._not_before = time.monotonic() + RETRY_INTERVAL
+            self._not_before = time.monotonic() + RETRY_SECONDS
             return self.address
         deadline = time.monotonic() + self.timeout
         again = time.monotonic() + min(GRACE_SECONDS, self.timeout)
@@ -63,7 +63,7 @@ class Attacher:
                     deadline = time.monotonic() + self.timeout
             if time.monotonic() > deadline:
                 raise Unavailable("the engine is not running", retry_after=1.0)
-            self._sleep(POLL_INTERVAL)
+            self._sleep(POLL_SECONDS)
         raise ShuttingDown("the client was closed")
 
     def _join(self) -> bool:

@@ -43,11 +43,11 @@ from .state_directory import (
 )
 
 Progress = Callable[[str], None]
-POLL_INTERVAL = 0.03
+POLL_SECONDS = 0.03
 ROOM_BYTES = 1 << 20  # bytes; a file system with less is full
 SAYS_WHY = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception)\b|Thread creation failed|cannot allocate", re.I)
-KILL_TIMEOUT = 10.0
-LOCK_TIMEOUT = 1.0  # seconds to wait for a free engine lock: a process that tests the lock holds it for a moment
+KILL_SECONDS = 10.0
+LOCK_SECONDS = 1.0  # seconds to wait for a free engine lock: a process that tests the lock holds it for a moment
 
 
 def engine_key(bundle: Bundle, settings: EngineSettings, core: str = ENGINE_CORE) -> str:
@@ -168,7 +168,7 @@ class Launcher:
             status = self.state.read_status()
             if status is None or (status.state == "ready" and not self.state.engine_alive):
                 return None
-            self._sleep(POLL_INTERVAL)
+            self._sleep(POLL_SECONDS)
             status = self.state.read_status()  # another process may have restarted it in the meantime
             generation = status.generation if status else generation
         return generation
@@ -196,9 +196,9 @@ class Launcher:
 
     def _await_end(self) -> None:
         """Wait until an engine that has reported its failure has ended. The caller holds the lock."""
-        deadline = time.monotonic() + KILL_TIMEOUT
+        deadline = time.monotonic() + KILL_SECONDS
         while self.state.engine_alive and time.monotonic() < deadline:
-            self._sleep(POLL_INTERVAL)
+            self._sleep(POLL_SECONDS)
 
     @contextlib.contextmanager
     def _locked(self) -> Any:
@@ -260,7 +260,7 @@ class Launcher:
     def _engine_lock(self) -> FileLock:
         path, remake = self.state.engine_lock_path, self.state.prepare
         try:
-            return acquire(path, make_parent=remake, sleep=self._sleep, timeout=LOCK_TIMEOUT)
+            return acquire(path, make_parent=remake, sleep=self._sleep, timeout=LOCK_SECONDS)
         except TimeoutError:
             raise EngineDied("an engine that cannot be ended holds the lock", retry_after=1.0) from None
 
@@ -307,7 +307,7 @@ class Launcher:
         While the engine lock is held, the pid is still the engine's. Its standby also holds that lock; once the
         standby has taken over, the generation differs and nothing more is killed.
         """
-        deadline = time.monotonic() + KILL_TIMEOUT
+        deadline = time.monotonic() + KILL_SECONDS
         while self.state.engine_alive:
             current = self.state.read_status() or status
             if current.generation != status.generation:
@@ -317,7 +317,7 @@ class Launcher:
                     os.kill(current.pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 raise EngineDied(f"process {current.pid} cannot be killed")
-            self._sleep(POLL_INTERVAL)
+            self._sleep(POLL_SECONDS)
 
     def alive(self) -> bool:
         return self.state.engine_alive

@@ -9,8 +9,8 @@ import psutil
 from ...system.file_locks import FileLock
 from .state_directory import Sleep, StateDirectory
 
-POLL_INTERVAL = 0.03
-END_TIMEOUT = 2.0
+POLL_SECONDS = 0.03
+END_SECONDS = 2.0
 
 
 class Membership:
@@ -29,9 +29,9 @@ class Membership:
     def leave(self) -> None:
         """Unregister the client, and remove the files of an ended engine if no other client uses them."""
         self._release()
-        deadline = time.monotonic() + END_TIMEOUT
+        deadline = time.monotonic() + END_SECONDS
         while not self._is_settled() and time.monotonic() < deadline:
-            self._sleep(POLL_INTERVAL)
+            self._sleep(POLL_SECONDS)
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -117,7 +117,7 @@ def test_each_kind_of_answer_has_its_error(kind: str, error: type[Exception]) ->
 
 def test_questions_wait_for_each_other_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """One question is asked at a time; beyond those that may wait, one is refused at once."""
-    monkeypatch.setattr(prompt_registry, "MAX_WAITING", 1)
+    monkeypatch.setattr(prompt_registry, "MAX_QUESTIONS", 1)
     asked, go = threading.Event(), threading.Event()
 
     def hold(question: Mapping[str, Any], timeout: float) -> Any:

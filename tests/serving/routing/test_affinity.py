@@ -8,7 +8,7 @@ import msgspec
 
 from mlflow_llm.serving.interface.engine import Health
 from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
-from mlflow_llm.serving.routing.affinity import ENOUGH, FREE, PREFIX_TOKENS, Affinity
+from mlflow_llm.serving.routing.affinity import MIN_BOUND_REQUESTS, MIN_PREFIX_REQUESTS, PREFIX_TOKENS, Affinity
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
 
 ADDRESSES = [f"tcp://engine-{number}:5601" for number in range(4)]
@@ -60,7 +60,7 @@ def test_a_busy_replica_is_passed_over() -> None:
     """A replica with far more than the mean of the requests gets no more by affinity; with few it always does."""
     home = Affinity().choose(prefixed(1), idle())
     second = Affinity().choose(prefixed(1), [one for one in idle() if one[0] != home])
-    few = [(address, FREE - 1 if address == home else 0) for address in ADDRESSES]
+    few = [(address, MIN_BOUND_REQUESTS - 1 if address == home else 0) for address in ADDRESSES]
     assert Affinity().choose(prefixed(1), few) == home
     many = [(address, 20 if address == home else 5) for address in ADDRESSES]
     assert Affinity().choose(prefixed(1), many) == second
@@ -69,9 +69,9 @@ def test_a_busy_replica_is_passed_over() -> None:
 def test_a_prefix_of_most_requests_uses_all_replicas() -> None:
     """A prefix that all requests have is spread over all replicas by what they have to do."""
     affinity, loads = Affinity(), dict.fromkeys(ADDRESSES, 0)
-    for _ in range(4 * ENOUGH):
+    for _ in range(4 * MIN_PREFIX_REQUESTS):
         loads[affinity.choose(prefixed(1), loads.items())] += 1
-    assert max(loads.values()) < 1.3 * ENOUGH
+    assert max(loads.values()) < 1.3 * MIN_PREFIX_REQUESTS
 
 
 class Said:

@@ -50,7 +50,7 @@ def test_asking_whether_a_new_directory_is_held_does_not_fail_its_creator(
         return None if len(asked) == 2 else try_acquire(path, create=create)
 
     monkeypatch.setattr(file_locks, "try_acquire", taken_once)
-    monkeypatch.setattr(file_locks, "POLL_INTERVAL", 0)
+    monkeypatch.setattr(file_locks, "POLL_SECONDS", 0)
     lock = create_locked_directory(str(tmp_path / "one"))
     assert len(asked) == 3  # there is no directory, it is held, it is free
     assert lock.is_current

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_TOKENS = 512  # of a step; more are prompts, whose products are larger than what a program has room for
 FEW_TOKENS = 4  # hardly ever two tokens of one expert
 BLOCK_M = 16
-CHUNK = 128  # pairs that are looked through at a time
-COMBINED = 512  # columns of a program that sums
+CHUNK_PAIRS = 128  # pairs that are looked through at a time
+COMBINED_COLUMNS = 512  # columns of a program that sums
 TOLERANCE = {torch.float32: 1e-4}  # relative to the example's largest value; 0.02 for 16-bit types
 GATES = {"SiLU": "SILU", "SiLUActivation": "SILU", "GELUTanh": "GELU", "PytorchGELUTanh": "GELU"}
 EXAMPLES = (3, 20)  # tokens: by themselves, and in groups of more than BLOCK_M
@@ -206,17 +206,17 @@ class Experts:
             x, ids, up, x if self.up_scale is None else self.up_scale, x if self.up_bias is None else self.up_bias,
             made, hidden, self.width, self.count, *self.steps, *self.bias_steps, self.alpha,
             self.limit, pairs, TOP=top, GATE=getattr(kernel, self.gate),
-            DECODE=way, HAS_BIAS=self.up_bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=ups.n, BLOCK_K=ups.k, CHUNK=CHUNK,
-            num_warps=ups.warps, num_stages=ups.stages,
+            DECODE=way, HAS_BIAS=self.up_bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=ups.n, BLOCK_K=ups.k,
+            CHUNK=CHUNK_PAIRS, num_warps=ups.warps, num_stages=ups.stages,
         )  # fmt: skip
         kernel.grouped_down[(pairs, -(-hidden // downs.n))](
             made, ids, down, x if self.down_scale is None else self.down_scale,
             x if self.down_bias is None else self.down_bias, each, self.width, hidden,
             self.count, *self.down_steps, pairs, DECODE=way, HAS_BIAS=self.down_bias is not None, BLOCK_M=BLOCK_M,
-            BLOCK_N=downs.n, BLOCK_K=downs.k, CHUNK=CHUNK, num_warps=downs.warps, num_stages=downs.stages,
+            BLOCK_N=downs.n, BLOCK_K=downs.k, CHUNK=CHUNK_PAIRS, num_warps=downs.warps, num_stages=downs.stages,
         )  # fmt: skip
-        kernel.combine[(tokens, -(-hidden // COMBINED))](
-            x, each, ids, scores, out, hidden, self.count, TOP=top, IDENTITY=self.has_identity, BLOCK=COMBINED,
+        kernel.combine[(tokens, -(-hidden // COMBINED_COLUMNS))](
+            x, each, ids, scores, out, hidden, self.count, TOP=top, IDENTITY=self.has_identity, BLOCK=COMBINED_COLUMNS,
         )  # fmt: skip
         return out
 

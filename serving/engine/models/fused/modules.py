@@ -22,7 +22,7 @@ from . import residuals
 logger = logging.getLogger(__name__)
 MAX_NORM_WIDTH = 1 << 14  # a row stays in registers
 MAX_GATE_WIDTH = 1 << 15  # the same, where the row is quantised too
-BLOCK = 1024
+BLOCK_COLUMNS = 1024
 TOLERANCE = {torch.float32: 1e-5}  # relative to the example's largest value; 0.02 for 16-bit types
 
 
@@ -108,7 +108,7 @@ def gated_forward(self: Any, x: Any) -> Any:
     rows, size = gate.shape
     out = torch.empty(rows, size, dtype=gate.dtype, device=gate.device)
     made = fp8_inputs.buffers(self, out, Fp8Weight.few if size <= MAX_GATE_WIDTH else rows)
-    block = 1 << (size - 1).bit_length() if made.are_written else BLOCK
+    block = 1 << (size - 1).bit_length() if made.are_written else BLOCK_COLUMNS
     kernels.silu_gate[(rows, -(-size // block))](
         gate, up, out, made.q, made.scale, size, gate.stride(0), up.stride(0),
         BLOCK=block, QUANTIZE=made.are_written, num_warps=min(max(block // 1024, 4), 16),

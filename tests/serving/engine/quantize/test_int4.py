@@ -95,7 +95,7 @@ def test_sweeps_leave_less_error(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, products, sizes = torch.randn(48, 64), x.t() @ x / len(x), x.abs().mean(0)
     wrong = []
     for sweeps in (0, 1, 3):
-        monkeypatch.setattr(calibration, "SWEEPS", sweeps)
+        monkeypatch.setattr(calibration, "NUM_SWEEPS", sweeps)
         (made,) = calibration.quantised([weight], products, sizes)
         wrong.append(float(((dense(made) - weight) @ x.t()).norm()))
     assert wrong[2] < wrong[1] < wrong[0]

@@ -98,9 +98,9 @@ def test_kernels_draw_what_the_host_draws(monkeypatch: pytest.MonkeyPatch, seed:
     """Kernels draw the host's tokens of several blocks of logits; log probabilities agree to float32's last bits, and a
     row with a number that is not finite has no token."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(top_logits, "BLOCK", 16)
-    monkeypatch.setattr(device_sampling, "SEARCHED", 16)
-    monkeypatch.setattr(adjustment, "BLOCK", 16)
+    monkeypatch.setattr(top_logits, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(device_sampling, "SEARCH_TOKENS", 16)
+    monkeypatch.setattr(adjustment, "BLOCK_TOKENS", 16)
     monkeypatch.setattr(sampler.native, "can_draw", lambda logits: False)
     rng = random.Random(seed)
     sequences = [random_sequence(rng, 1000 * seed + i) for i in range(24)]
@@ -127,7 +127,7 @@ def test_adjusted_logits_have_the_bits_of_the_host(monkeypatch: pytest.MonkeyPat
     if kernels:
         pytest.importorskip("triton")
         monkeypatch.setattr(triton_support, "enabled", lambda device: True)
-        monkeypatch.setattr(adjustment, "BLOCK", 16)
+        monkeypatch.setattr(adjustment, "BLOCK_TOKENS", 16)
     rng = random.Random(1)
     for turn in range(20):
         sequences = [random_sequence(rng, 10 * turn + i) for i in range(5)]

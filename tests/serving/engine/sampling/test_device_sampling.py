@@ -65,7 +65,7 @@ def test_winners_equal_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, more: d
 def test_bounds_keep_what_a_sort_keeps(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Rows between searched bounds draw what sorted rows draw, for any top_p, min_p and typical_p, narrow and
     flat distributions, and large logits."""
-    monkeypatch.setattr(device_sampling, "TILE", 128)
+    monkeypatch.setattr(device_sampling, "TILE_TOKENS", 128)
     rng = np.random.default_rng(seed)
     rows, size = 10, 300
     sharpness = torch.from_numpy(rng.choice([0.1, 1.0, 4.0, 20.0], (rows, 1))).float()
@@ -129,7 +129,7 @@ def test_a_nucleus_is_found_by_programs_together(
     """The sums of several programs find which tokens a row keeps, whatever the digits; others keep all."""
     monkeypatch.setattr(device_sampling, "PARTS", parts)
     monkeypatch.setattr(device_sampling, "DIGITS", digits)
-    monkeypatch.setattr(device_sampling, "SEARCHED", searched)
+    monkeypatch.setattr(device_sampling, "SEARCH_TOKENS", searched)
     logits = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(3)) * 3
     limits = [(0.5, np.inf, 1.0), (0.9, np.inf, 0.6), (1.0, np.inf, 1.0), (0.95, 1.0, 1.0)]
     scales = torch.ones(4, device=DEVICE)

@@ -129,7 +129,7 @@ def test_products_are_timed_on_a_device() -> None:
     assert all(min(both) > 0 for both in choice.times.values())
     for count, form in choice.forms.items():
         torchs, ours = choice.times[count]
-        assert (form is not None) == (ours <= few_rows.GAIN * torchs)
+        assert (form is not None) == (ours <= few_rows.MAX_TIME_RATIO * torchs)
 
 
 @pytest.mark.usefixtures("_kernels")
