@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any
 
 import anthropic
@@ -19,7 +20,7 @@ from serving_process import GATED_CORE, Running, running
 
 from mlflow_llm.serving.dialects import DIALECTS, Head
 from mlflow_llm.serving.dialects.triton.requests import read_generate
-from mlflow_llm.serving.frontend.streams.first_bytes import Patience
+from mlflow_llm.serving.frontend.streams.first_bytes import FirstBytes, Patience
 from mlflow_llm.serving.frontend.streams.in_flight import ClientGone, InterruptibleIterator
 from mlflow_llm.serving.frontend.streams.stream import Stream
 from mlflow_llm.serving.interface.errors import DeadlineExceeded, InvalidField, ServingError
@@ -27,6 +28,7 @@ from mlflow_llm.serving.interface.reply import Delta, Done, Ended, Piece, Usage
 from mlflow_llm.serving.interface.request import Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.observability.access_record import AccessRecord
 
+NAME: ContextVar[str] = ContextVar("name")
 REPLY: tuple[Piece, ...] = (
     Delta(index=0, text="He", num_tokens=1, token_ids=(1,)),
     Delta(index=0, text="y", num_tokens=1, token_ids=(2,)),
@@ -210,6 +212,56 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 ASK: dict[str, Any] = {"max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+
+
+def first_bytes(make: Any) -> FirstBytes:
+    """Have first bytes made that are waited for as long as it takes."""
+    return FirstBytes(make, Patience(600.0, 600.0, lambda error: None))
+
+
+def test_streams_share_a_greenlet() -> None:
+    """The greenlet that has made first bytes, or failed to, makes those of the next stream, in its context."""
+    seen = []
+
+    def make() -> bytes:
+        seen.append((gevent.getcurrent(), NAME.get()))
+        gevent.sleep(0)
+        if NAME.get() == "b":
+            raise DeadlineExceeded("late")
+        return NAME.get().encode()
+
+    for name in ("a", "b", "c"):
+        NAME.set(name)
+        first = first_bytes(make)
+        assert first.are_ready()
+        if name == "b":
+            with pytest.raises(DeadlineExceeded):
+                first.get()
+        else:
+            assert first.get() == name.encode()
+    assert [name for _, name in seen] == ["a", "b", "c"]
+    assert len({id(greenlet) for greenlet, _ in seen}) == 1
+
+
+def test_a_slow_stream_holds_no_other_up() -> None:
+    """Streams that begin meanwhile have greenlets of their own, and each gets its own bytes."""
+    go = Event()
+
+    def slow() -> bytes:
+        go.wait()
+        return b"slow"
+
+    waiting = [first_bytes(slow) for _ in range(100)]
+    other = first_bytes(lambda: b"other")
+    assert other.are_ready()
+    assert other.get() == b"other"
+    go.set()
+    for one in waiting:
+        assert one.are_ready()
+        assert one.get() == b"slow"
+    again = first_bytes(lambda: b"again")
+    assert again.are_ready()
+    assert again.get() == b"again"
 
 
 def test_bytes_while_nothing_is_computed(gated: Running) -> None:
