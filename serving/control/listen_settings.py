@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 from typing import Annotated
 
 from msgspec import Meta
@@ -104,6 +105,7 @@ class ListenSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.max_connections_per_address or max(1, self.max_connections // 2)
 
 
+@lru_cache(maxsize=64)  # asked for each request, with the name in its ``Host``
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach an address or name."""
     if host.lower() == "localhost":

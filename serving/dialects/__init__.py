@@ -6,7 +6,7 @@ import functools
 import re
 
 from .anthropic.dialect import AnthropicDialect
-from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder, TemplatedEncoder
+from .base import Dialect, Encoded, Head, InferenceRoute, StreamEncoder, TemplatedEncoder, has_template
 from .fields.tables import FIELDS, REFUSED_FIELDS
 from .kserve.dialect import KServeDialect
 from .mindie.dialect import MindieDialect
@@ -64,5 +64,5 @@ def dialect_of(path: str) -> Dialect:
 
 __all__ = [
     "DIALECTS", "FIELDS", "REFUSED_FIELDS", "Dialect", "Encoded", "Head", "InferenceRoute", "StreamEncoder",
-    "TemplatedEncoder", "dialect_of",
+    "TemplatedEncoder", "dialect_of", "has_template",
 ]  # fmt: skip

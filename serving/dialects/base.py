@@ -9,7 +9,7 @@ responses follow from them. The built-in dialects are added in the same way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from msgspec import Struct
 
@@ -99,7 +99,6 @@ class StreamEncoder(Protocol):
         ...
 
 
-@runtime_checkable
 class TemplatedEncoder(Protocol):
     """A ``StreamEncoder`` with a template for deltas that are only text.
 
@@ -108,6 +107,11 @@ class TemplatedEncoder(Protocol):
     """
 
     template: TextTemplate | None
+
+
+def has_template(encoder: StreamEncoder) -> TypeGuard[TemplatedEncoder]:
+    """Return whether an encoder is a ``TemplatedEncoder``."""
+    return hasattr(encoder, "template")  # as the protocol itself would ask, which finds its attributes anew each time
 
 
 class Dialect(Protocol):

@@ -21,7 +21,9 @@ class TextTemplate:
 
     def __init__(self, encode: Callable[[str], bytes]) -> None:
         one, other = encode("0"), encode("1")
-        at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+        assert len(one) == len(other)
+        differing = int.from_bytes(one) ^ int.from_bytes(other)  # in one byte: no loop over them, for each stream
+        at = len(one) - (differing.bit_length() + 7) // 8
         self._before, self._after = one[: at - 1], one[at + 2 :]
 
     def fill(self, text: str) -> bytes:

@@ -65,13 +65,16 @@ def create_app(server: WorkerState, routes: tuple[Route, ...] = ROUTES) -> Flask
         )
     app.register_error_handler(HTTPException, _unrouted)
     app.before_request(partial(_preflight, server.settings.cors_origins))
-    app.after_request(partial(_shared, server.settings.cors_origins))
+    if server.settings.cors_origins:
+        app.after_request(partial(_shared, server.settings.cors_origins))
     app.after_request(_settled)
     return app
 
 
 def _preflight(origins: tuple[str, ...]) -> Response | None:
     """Answer a browser that asks whether a page may send a request; None for all other requests."""
+    if flask_request.method != "OPTIONS":
+        return None
     headers: Any = flask_request.headers
     adapter = request_ctx.url_adapter
     if not cors.is_preflight(flask_request.method, headers) or adapter is None:
@@ -122,13 +125,14 @@ def _answer(
         if not server.requires_key:
             check_cross_site(environ, listens, server.settings.allowed_hosts, server.settings.cors_origins)
         charged = not route.auth.is_open  # not before: another site's page must not use up a user's refusals
-        caller = authenticate(server, route.auth, flask_request.headers, address, record)
+        headers = flask_request.headers
+        caller = authenticate(server, route.auth, headers, address, record)
         check_content_type(environ, route.takes)
         request = Request(
             operation=route,
             record=record,
             caller=caller,
-            headers=flask_request.headers,
+            headers=headers,
             path=path,
             parameters=lambda: flask_request.args.to_dict(flat=False),
             receive=partial(read_body, environ, server.settings.max_body_bytes),
@@ -173,11 +177,12 @@ def _check_listener(server: WorkerState, route: Route, *, probes: bool) -> str:
 
 
 def _access_record(tracer: Tracer = OFF) -> AccessRecord:
-    headers = flask_request.headers
+    request = request_ctx.request  # each access by ``flask_request`` would find it anew
+    headers = request.headers
     return AccessRecord(
         request_id=request_id_from(headers.get(REQUEST_ID)),
-        method=flask_request.method,
-        path=flask_request.path,
+        method=request.method,
+        path=request.path,
         trace=tracer.context(headers.get("traceparent"), headers.get("tracestate")),
         tracer=tracer,
     )
@@ -224,15 +229,13 @@ def _paths() -> set[str]:
 
 
 def _response(answer: Answer, dialect: Dialect, request_id: str) -> Response:
-    response = Response(
+    own = {REQUEST_ID: request_id, "X-Content-Type-Options": "nosniff"}
+    if dialect.request_id_header is not None:
+        own[dialect.request_id_header] = request_id
+    return Response(
         answer.body,
         status=answer.status,
         content_type=answer.content_type,
-        headers=answer.headers,
+        headers={**answer.headers, **own},
         direct_passthrough=True,
     )
-    response.headers[REQUEST_ID] = request_id
-    if dialect.request_id_header is not None:
-        response.headers[dialect.request_id_header] = request_id
-    response.headers["X-Content-Type-Options"] = "nosniff"
-    return response

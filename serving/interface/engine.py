@@ -19,7 +19,8 @@ No method of these protocols is optional. Methods with a body are defaults for c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from functools import cache
+from typing import ClassVar, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 from msgspec import Struct
 
@@ -239,6 +240,16 @@ class TappableStream(Protocol):
 
     def tap(self, take: Callable[[Event], bool], /) -> bool: ...
     def have_reader(self, run: Callable[[], object], /) -> None: ...
+
+
+def is_tappable(stream: EventStream) -> TypeGuard[TappableStream]:
+    """Return whether a stream is a ``TappableStream``."""
+    return _are_tappable(type(stream))
+
+
+@cache  # a protocol asks for its own attributes by their names each time, which costs more than the rest of a stream
+def _are_tappable(kind: type[EventStream]) -> bool:
+    return issubclass(kind, TappableStream)
 
 
 @runtime_checkable

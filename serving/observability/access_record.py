@@ -22,6 +22,7 @@ from ..model_files.model_version import UNKNOWN, ModelVersion
 from ..system import logs
 from ..tasks.reply.pieces import Gathered
 from . import metrics, tracing
+from .metrics import labeled
 from .payload_capture import Capture, Captured, Reply
 from .returned_trace import returned_trace
 from .tracing import MAX_CONTENT, SpanRecord, TraceContext, Tracer
@@ -228,17 +229,17 @@ class AccessRecord:
 
     def _measure(self, status: int, seconds: float) -> None:
         labels = (self.endpoint, self.entity, self.adapter)
-        metrics.REQUESTS.labels(*labels, self.task, str(status)).inc()
-        metrics.E2E.labels(*labels).observe(seconds)
+        labeled(metrics.REQUESTS, *labels, self.task, str(status)).inc()
+        labeled(metrics.E2E, *labels).observe(seconds)
         if status == Aborted.status:
             metrics.DISCONNECTS.labels(*labels).inc()
         if self.ttft is not None:
-            metrics.TTFT.labels(*labels).observe(self.ttft)
+            labeled(metrics.TTFT, *labels).observe(self.ttft)
         longest = max(self.counts.values(), default=0)
         if self.first is not None and self.last is not None and longest:
-            metrics.TPOT.labels(*labels).observe((self.last - self.first) / longest)
+            labeled(metrics.TPOT, *labels).observe((self.last - self.first) / longest)
         for kind, count in self._counts().items():
-            metrics.TOKENS.labels(*labels, kind).inc(count)
+            labeled(metrics.TOKENS, *labels, kind).inc(count)
 
     def _costs(self) -> tuple[int, int] | None:
         """Return what prompt and completion cost, in micro-units; None if tokens have no price here."""

@@ -42,7 +42,7 @@ class CounterFile:
 
     def write_value(self, key: str, value: float, timestamp: float) -> None:
         """Set a counter."""
-        if self.has_room([key]):
+        if (self._file is not None and key in self._file._positions) or self.has_room([key]):
             self._file.write_value(key, value, timestamp)  # type: ignore[union-attr]
             self._homeless.pop(key, None)
         else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -31,6 +32,8 @@ DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 BY_ADAPTER = ("endpoint", "entity", "adapter")  # names that operators give: callers cannot make up a label
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+M = TypeVar("M", Counter, Histogram)
 
 OWN = CollectorRegistry()
 REQUESTS = Counter(
@@ -91,6 +94,18 @@ E2E = Histogram(
     buckets=SECONDS,
     registry=OWN,
 )
+
+
+def labeled(metric: M, *labels: str) -> M:
+    """Return the series of ``metric`` with these labels, which is kept: the library checks and converts each label anew
+    for each request."""
+    found: M = _series(metric, labels)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _series(metric: Any, labels: tuple[str, ...]) -> Any:
+    return metric.labels(*labels)
 
 
 class Entity(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from gevent.event import Event as Signal
 
-from ..interface.engine import AdapterInfo, Engine, EngineInfo, EngineRecord, EventStream, Health, TappableStream
+from ..interface.engine import AdapterInfo, Engine, EngineInfo, EngineRecord, EventStream, Health, is_tappable
 from ..interface.errors import DeadlineExceeded, ShuttingDown, Unavailable
 from ..interface.events import Event, Failed
 from ..interface.request import ValidRequest
@@ -333,7 +333,7 @@ class _WaitingStream:
     def tap(self, take: Callable[[Event], bool]) -> bool:
         """See ``TappableStream``. Taps the underlying stream as soon as a replica has provided it."""
         self._take = take
-        return self._stream is None or (isinstance(self._stream, TappableStream) and self._stream.tap(take))
+        return self._stream is None or (is_tappable(self._stream) and self._stream.tap(take))
 
     def have_reader(self, run: Callable[[], object]) -> None:
         stream: Any = self._stream  # it exists by now: before that, ``take`` is not called, which leads here

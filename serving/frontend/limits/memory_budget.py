@@ -8,9 +8,6 @@ replies do not count, because the connection limits bound them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from gevent.monkey import get_original
 
 from ...interface.errors import LimitExceeded, Overloaded
@@ -21,11 +18,19 @@ RETRY_SECONDS = 1.0  # seconds
 
 
 class Allocation:
-    """The bytes of one request in memory."""
+    """The bytes of one request in memory, a context manager that releases them."""
+
+    __slots__ = ("_budget", "_caller", "_counted", "_size")
 
     def __init__(self, budget: MemoryBudget, caller: str) -> None:
         self._budget, self._caller = budget, caller
         self._size = self._counted = 0
+
+    def __enter__(self) -> Allocation:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
 
     def grow(self, size: int) -> None:
         """Count ``size`` more bytes.
@@ -57,14 +62,9 @@ class MemoryBudget:
         self.used_by: dict[str, int] = {}
         self._lock = _Lock()  # images are counted on threads too (``offload``)
 
-    @contextmanager
-    def allocate(self, caller: str) -> Iterator[Allocation]:
-        """Provide an allocation for ``caller`` that is released at the end of the context."""
-        allocation = Allocation(self, caller)
-        try:
-            yield allocation
-        finally:
-            allocation.release()
+    def allocate(self, caller: str) -> Allocation:
+        """Return an allocation for ``caller``, which is released at the end of its context."""
+        return Allocation(self, caller)
 
     def check(self, caller: str, size: int) -> None:
         own = self.used_by.get(caller, 0)

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import gevent
 
-from ...dialects import StreamEncoder, TemplatedEncoder
-from ...interface.engine import TappableStream
+from ...dialects import StreamEncoder, has_template
+from ...interface.engine import TappableStream, is_tappable
 from ...interface.events import Event, Tokens
 from ...observability.access_record import AccessRecord
 from ...tasks.reply.generate import Pieces, Run
@@ -69,7 +69,7 @@ class TokenWriter:
     ) -> None:
         self._run, self._stream, self._encoder, self._record, self._sock = run, stream, encoder, record, sock
         is_traced = record.replies is not None
-        self._templated = encoder if isinstance(encoder, TemplatedEncoder) and not is_traced else None
+        self._templated = encoder if has_template(encoder) and not is_traced else None
         self._error: Exception | None = None
         self._is_due = False  # whether appended data will be sent in this turn
 
@@ -132,6 +132,6 @@ def token_writer(source: Pieces, encoder: StreamEncoder, record: AccessRecord, s
     """Make a stream's token writer, or None if its own greenlet must write: over TLS, with an engine in this process,
     or for output that is not text."""
     run, stream = source.run, source.stream
-    if not isinstance(run, Run) or not isinstance(stream, TappableStream) or not getattr(sock, "sends_now", False):
+    if not isinstance(run, Run) or not is_tappable(stream) or not getattr(sock, "sends_now", False):
         return None
     return TokenWriter(run, stream, encoder, record, sock)

@@ -61,9 +61,14 @@ class ByteDetokenizer:
         self._decoder = _Utf8Decoder("replace")
         self._is_within = False  # whether the text so far ends within a character
         if before:
-            known = [token_bytes[i] for i in before[-CONTEXT_TOKENS:] if i < len(token_bytes)]
-            self._decoder.decode(b"".join(known)[-3:])  # a character has four bytes at most
-            self._is_within = bool(self._decoder.getstate()[0])
+            last = b""
+            for i in reversed(before[-CONTEXT_TOKENS:]):
+                last = (token_bytes[i] if i < len(token_bytes) else b"") + last
+                if len(last) >= 3:  # a character has four bytes at most
+                    break
+            if not last.isascii():
+                self._decoder.decode(last[-3:])
+                self._is_within = bool(self._decoder.getstate()[0])
 
     def push(self, token_id: int) -> str:
         if token_id >= len(self._bytes):  # a padding row of the embedding: it has no text
