@@ -21,7 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Store
-from mlflow_llm.serving.observability.metrics import PAYLOADS_DROPPED, SHADOWS_DROPPED
+from mlflow_llm.serving.observability.metrics import (
+    COUNT_VIOLATIONS,
+    OWN,
+    PAYLOADS_DROPPED,
+    SHADOWS_DROPPED,
+    SOFT_EXCEEDED,
+)
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
 PANELS = DASHBOARD["panels"]
@@ -46,6 +52,8 @@ def shown(make: Callable[..., WorkerState], tmp_path_factory: pytest.TempPathFac
     answer.close()  # a disconnect
     PAYLOADS_DROPPED.labels("assistant").inc(0)  # a counter is exposed from its first request on
     SHADOWS_DROPPED.labels("assistant", "candidate").inc(0)
+    SOFT_EXCEEDED.labels("assistant", "tenant", "otpm").inc(0)
+    COUNT_VIOLATIONS.labels("billed").inc(0)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
@@ -164,6 +172,9 @@ def test_every_metric_is_on_the_dashboard(shown: dict[str, set[str]]) -> None:
     """Every exported metric is shown on the dashboard, except by an old name."""
     used = {s.name for _, expression in EXPRESSIONS for s in selectors(promql.parse(filled(expression)))}
     bases = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in shown} - OLD_NAMES
+    assert {metric.name for metric in OWN.collect()} <= bases, (
+        "give each a value in the fixture: it has none until then"
+    )
     assert bases <= {re.sub(r"_(bucket|total)$", "", name) for name in used}
 
 
