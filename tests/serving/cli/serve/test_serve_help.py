@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -144,6 +145,68 @@ def test_the_program_completes(typed: str, found: str) -> None:
         [sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True, check=False
     )
     assert f"plain,{found}" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("shell", "place"),
+    [
+        ("bash", "data/bash-completion/completions/mlflow-llm"),
+        ("zsh", "data/zsh/site-functions/_mlflow-llm"),
+        ("fish", "config/fish/completions/mlflow-llm.fish"),
+    ],
+)
+def test_completion_is_installed(shell: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--install makes the shell's directory and writes the script there, for the user's shell if none is named."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    monkeypatch.delenv("BASH_COMPLETION_USER_DIR", raising=False)
+    monkeypatch.delenv("ZDOTDIR", raising=False)
+    printed = CliRunner().invoke(cli, ["completion", shell]).stdout
+    done = CliRunner().invoke(cli, ["completion", "--install"])
+    assert done.exit_code == 0, done.output
+    assert str(tmp_path / place) in done.stdout
+    assert (tmp_path / place).read_text().strip() == printed.strip()
+    assert ("fpath+=" in done.stdout) == (shell == "zsh")
+
+
+@pytest.mark.parametrize("shell", ["", "/bin/tcsh"])
+def test_completion_of_an_unknown_shell(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command asks for the shell's name if the user's shell is none that can be completed."""
+    monkeypatch.setenv("SHELL", shell)
+    done = CliRunner().invoke(cli, ["completion", "--install"])
+    assert done.exit_code == 2
+    assert "name the shell, one of bash, zsh, fish" in done.stderr
+
+
+def test_completion_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that is no directory is named, without a traceback."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    done = CliRunner().invoke(cli, ["completion", "fish", "--install"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"Error: {tmp_path}/file/")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_by_the_script(tmp_path: Path) -> None:
+    """A bash that has read the script completes a command by asking the program."""
+    script = tmp_path / "completion"
+    script.write_text(CliRunner().invoke(cli, ["completion", "bash"]).stdout)
+    program = tmp_path / "mlflow-llm"
+    program.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c "
+        '\'import sys; sys.argv[0] = "mlflow-llm"; from mlflow_llm.serving.cli import main; main()\' "$@"\n'
+    )
+    program.chmod(0o755)
+    typed = (
+        f"source {script}; COMP_WORDS=(mlflow-llm endp); COMP_CWORD=1; "
+        "$(complete -p mlflow-llm | sed -E 's/.*-F ([^ ]+).*/\\1/') mlflow-llm endp; echo ${COMPREPLY[@]}"
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", typed], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["endpoints"], done.stderr
 
 
 def spec_schema(kind: str) -> dict[str, Any]:
