@@ -1,7 +1,8 @@
 """Words of other programs that people type here, and what to write instead.
 
 Flags of ``vllm serve`` and ``ollama run``/``serve``, commands of both, and settings under other names. A flag without a
-counterpart is left out, so that an unknown word never gets advice that is wrong.
+counterpart is left out, so that an unknown word never gets advice that is wrong; for those of ``vllm serve`` that are
+known, ``convert/vllm_flags.py`` has the reason.
 """
 
 from __future__ import annotations
@@ -108,6 +109,17 @@ def for_option(command: click.Command, flag: str) -> str | None:
     return instead if not first.startswith("--") or first in options else None
 
 
+def why_absent(command: click.Command, flag: str) -> str | None:
+    """Return why ``serve`` has no option for a flag of vLLM, or needs none; None for a flag that is not known."""
+    if all("--tls-cert" not in one.opts for one in command.params):
+        return None
+    from .convert.vllm_flags import NO_COUNTERPART, NO_EFFECT
+
+    if flag in NO_EFFECT:
+        return f"it is not needed: {NO_EFFECT[flag]}"
+    return NO_COUNTERPART.get(flag)
+
+
 def for_setting(name: str) -> str | None:
     """Return the ``-C`` for an engine setting by its own name or another program's; None if there is no such one."""
     from ..interface.settings import EngineSettings
@@ -136,6 +148,8 @@ class AdvisingGroup(click.Group):
             if (advice := for_option(command, error.option_name)) is not None:
                 text = f"No such option: {error.option_name}; write {advice}"
                 raise click.UsageError(text, error.ctx) from None
+            if (reason := why_absent(command, error.option_name)) is not None:
+                raise click.UsageError(f"No such option: {error.option_name}; {reason}", error.ctx) from None
             raise
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:

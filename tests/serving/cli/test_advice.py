@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from mlflow_llm.flavors.llm.model import model_config, model_registry
 from mlflow_llm.serving.cli import advice, cli
+from mlflow_llm.serving.cli.convert import vllm_flags
 from mlflow_llm.serving.interface.errors import PackagingError
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering.store import checks
@@ -61,6 +62,10 @@ MISTAKES = [  # a command, and what its error must contain
     ("serve m --num-ctx 4096", "write -C max_model_len=…"),
     ("serve m --num-parallel 4", "write -C max_num_seqs=…"),
     ("serve m --max-queue 4", "write --max-queued"),
+    ("serve m --max-lora-rank 16", "it is not needed: adapters of any rank are served"),
+    ("serve m --reasoning-parser qwen3", "it is not needed: the format of reasoning follows from the chat template"),
+    ("serve m --tensor-parallel-size 2", "; an engine uses one device; -C engine=vllm with engine_args takes it"),
+    ("serve m --rope-scaling x", "change config.json, and log that directory"),
     ("run m --keepalive 5m", "write -C idle_timeout=… (seconds)"),
     ("run m --verbose", "write --stats"),
     ("chat --api-key x", "write --key"),
@@ -83,7 +88,7 @@ MISTAKES = [  # a command, and what its error must contain
     ("kill m", "write mlflow-llm stop NAME"),
     ("status", "write mlflow-llm ps"),
 ]
-NO_ADVICE = ("serve m --tensor-parallel-size 2", "serve m --nothing-like-this", "keys list --max-model-len 5")
+NO_ADVICE = ("serve m --nothing-like-this", "keys list --max-model-len 5", "run m --max-lora-rank 16")
 
 
 @pytest.mark.parametrize(("line", "text"), MISTAKES, ids=[line for line, _ in MISTAKES])
@@ -102,6 +107,14 @@ def test_no_advice_where_none_fits(line: str) -> None:
     assert done.exit_code == 2
     assert "No such option" in done.stderr
     assert "write" not in done.stderr
+
+
+@pytest.mark.parametrize("flag", sorted({*vllm_flags.CONVERSIONS, *vllm_flags.NO_EFFECT, *vllm_flags.NO_COUNTERPART}))
+def test_every_flag_that_import_vllm_knows_is_known_to_serve(flag: str) -> None:
+    """A flag of vLLM is an option here, or its refusal says what to write instead, or why there is none."""
+    command = cli.commands["serve"]
+    if flag not in {name for one in command.params for name in one.opts}:
+        assert advice.for_option(command, flag) or advice.why_absent(command, flag)
 
 
 def test_advice_names_what_there_is() -> None:
