@@ -235,8 +235,8 @@ SWITCHED = {
     "--trust-remote-code": ("-C", "trust_remote_code=true"),
     "--enforce-eager": ("-C", "cuda_graphs=none"),
     "--no-enable-prefix-caching": ("-C", "prefix_caching=false"),
-    "--async-scheduling": ("-C", "async_scheduling=true"),
-    "--no-async-scheduling": ("-C", "async_scheduling=false"),
+    "--async-scheduling": ("-C", "async_scheduling=auto"),
+    "--no-async-scheduling": ("-C", "async_scheduling=none"),
     "--disable-log-requests": ("--log-level", "warning"),
     "--disable-uvicorn-access-log": ("--log-level", "warning"),
 }

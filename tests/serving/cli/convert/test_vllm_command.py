@@ -81,6 +81,13 @@ def test_each_flag_is_named(flags: str, said: str) -> None:
     serve.make_context("serve", found.serve(found.model))
 
 
+@pytest.mark.parametrize("flag", sorted(vllm_flags.SWITCHED))
+def test_each_switch_is_taken(flag: str) -> None:
+    """A flag without a value that has a counterpart is taken, in words that ``serve`` accepts."""
+    (line,) = read(["vllm", "serve", "org/model", flag]).lines
+    assert str(line).startswith(f"taken: {flag}: {' '.join(vllm_flags.SWITCHED[flag])}")
+
+
 def test_no_advised_flag_is_unknown() -> None:
     """Each flag for which ``serve`` has advice is known to the importer too, with or without a conversion."""
     settings = {f"--{name.replace('_', '-')}" for name in advice.CONFIG} - {"--speculative-model"}
