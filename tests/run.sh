@@ -78,6 +78,9 @@ command -v ip > /dev/null || missing="${missing:+$missing }iproute2"
 command -v qemu-aarch64 > /dev/null || missing="${missing:+$missing }qemu-user"
 command -v chromium > /dev/null || missing="${missing:+$missing }chromium"
 command -v aarch64-linux-gnu-g++ > /dev/null || missing="${missing:+$missing }g++-aarch64-linux-gnu"
+for name in docker-compose prometheus; do  # what examples/deploy is checked by
+    command -v "$name" > /dev/null || missing="${missing:+$missing }$name"
+done
 if [ -n "$missing" ] && [ -z "$quick" ] && may_install "$missing"; then
     say "packages: $missing"
     {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from mlflow_llm.serving.http.routes import ROUTES
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "examples/deploy"
 OPTIONS = {name for one in serve.params for name in (*one.opts, *one.secondary_opts)}
+KUBERNETES = "1.37"
 ON_PROBES = {route.path for route in ROUTES if route.listener is not Listener.GATEWAY}
 
 
@@ -136,15 +138,45 @@ def test_prometheus_accepts_its_file() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_rendered_chart_is_the_charts() -> None:
-    """kubernetes.yaml is what Helm makes of the chart, and the chart passes its linter (where Helm is installed)."""
+def rendered() -> list[Any]:
+    return [one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()) if one is not None]
+
+
+def test_the_rendered_chart_is_of_this_chart() -> None:
+    """kubernetes.yaml names the hash of the chart that it was rendered from, so that neither changes without the
+    other."""
+    chart = DEPLOY / "chart"
+    digest = hashlib.sha256()
+    for path in sorted(path for path in chart.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(chart).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    line = f"# chart {digest.hexdigest()[:16]}"
+    assert line in (DEPLOY / "kubernetes.yaml").read_text().splitlines(), f"render it again, and write {line!r}"
+
+
+def test_helm_accepts_the_chart() -> None:
+    """The chart passes Helm's linter, and kubernetes.yaml is what Helm makes of it (where Helm is installed)."""
     helm = shutil.which("helm")
     if helm is None:
         pytest.skip("helm is not installed")
     run = {"check": True, "capture_output": True, "text": True}
     subprocess.run([helm, "lint", "--strict", str(DEPLOY / "chart")], **run)  # type: ignore[call-overload]
     made = subprocess.run([helm, "template", "assistant", str(DEPLOY / "chart")], **run)  # type: ignore[call-overload]
-    assert list(yaml.safe_load_all(made.stdout)) == list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    assert [one for one in yaml.safe_load_all(made.stdout) if one is not None] == rendered()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("found", rendered(), ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+def test_kubernetes_accepts_the_objects(found: dict[str, Any]) -> None:
+    """Each object has no field that Kubernetes does not know, and each field a value that it takes; the monitor is of
+    Prometheus' operator, whose types are not Kubernetes' own."""
+    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed (pip)")
+    if found["apiVersion"].startswith("monitoring.coreos.com/"):
+        with pytest.raises(validator.SchemaNotFoundError):
+            validator.validate(found, KUBERNETES, strict=True)
+        return
+    validator.validate(found, KUBERNETES, strict=True)
+    with pytest.raises(validator.ValidationError):
+        validator.validate({**found, "sepc": {}}, KUBERNETES, strict=True)
 
 
 def test_the_unit_is_valid(tmp_path: Path) -> None:
