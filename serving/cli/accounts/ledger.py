@@ -22,7 +22,7 @@ def ledger() -> None:
 @click.option(
     "--head",
     type=click.File("rb"),
-    help="A file with an earlier output of `ledger head`: nothing up to there was changed, or cut off.",
+    help="File with an earlier output of `ledger head`: check that nothing up to there was changed or removed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def verify(database: str, head: BinaryIO | None, as_json: bool) -> None:
@@ -54,7 +54,7 @@ def verify(database: str, head: BinaryIO | None, as_json: bool) -> None:
 def head(database: str) -> None:
     """Print the signed end of the hash chain.
 
-    Keep it where nobody can write who can write to the database: `ledger verify --head` then also finds rows that were
+    Keep it out of reach of those who can write to the database: `ledger verify --head` then also finds rows that were
     removed from the end, and a chain that was made anew.
     """
     with opened(database) as store:

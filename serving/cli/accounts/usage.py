@@ -143,7 +143,7 @@ def fold_(database: str, days: int) -> None:
     help="The database was moved here and the original is gone: settle what was left there, too.",
 )
 def settle_(database: str, state: str | None, moved: bool) -> None:
-    """Settle requests that ended processes left open.
+    """Settle the requests left open by processes that have ended.
 
     A request that was running when its server was killed is closed with what had been counted by then, as the next
     start of a server would do. Requests of processes that still run are left alone.

@@ -58,8 +58,8 @@ conversation_option = functools.partial(click.option, cls=ConversationOption)
 @conversation_option(
     "-a", "--attach", "attached", multiple=True, metavar="FILE", help="Send an image with the message; repeatable."
 )
-@conversation_option("-c", "--continue", "again", is_flag=True, help="Go on with the last conversation.")
-@conversation_option("--conversation", metavar="ID", help="Go on with this one of mlflow-llm logs.")
+@conversation_option("-c", "--continue", "again", is_flag=True, help="Continue the last conversation.")
+@conversation_option("--conversation", metavar="ID", help="Continue this conversation (mlflow-llm logs).")
 @conversation_option("--no-log", is_flag=True, help="Do not record the conversation (mlflow-llm logs).")
 @conversation_option("--stats", is_flag=True, help="Print tokens and times of each answer on standard error.")
 @click.argument("message", required=False)

@@ -28,7 +28,7 @@ def pull(model: str) -> None:
     """Fetch a model into the cache of this machine.
 
     MODEL is a registered model (NAME, NAME/VERSION, NAME@ALIAS or models:/…), another URI that MLflow can download, or
-    a hub id. A model that is in a directory of this machine already is left there.
+    a hub id. A model that is already in a directory of this machine stays there.
     """
     from mlflow.exceptions import MlflowException
 

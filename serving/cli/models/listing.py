@@ -31,8 +31,8 @@ def models(context: click.Context, as_json: bool, no_registry: bool) -> None:
     """List registered models, cached copies and what runs.
 
     Registered models are those of this flavor in MLflow's registry (MLFLOW_TRACKING_URI). The cache has downloads of
-    remote stores, copies of models that were not logged, and packed weights. Sizes are those of files; copies and
-    downloads that share files take them once.
+    remote stores, copies of models that were not logged, and packed weights. Sizes are those of the files; the
+    total counts a file that several entries share once.
     """
     if context.invoked_subcommand is not None:
         return

@@ -280,13 +280,13 @@ _OPTIONS = (
     _setting(
         "--placement",
         type=click.Choice(get_args(PlacementSetting)),
-        help="Where engines run of which nothing else is said: here, or on hosts that have joined the database "
+        help="Where engines run by default: on this host, or on hosts that have joined the database "
         "(mlflow-llm engine --join).",
     ),
     _setting(
         "--runtime",
         type=click.Choice(get_args(Runtime)),
-        help="Cluster that starts hosts for engines of which nothing else is said (pip install 'mlflow-llm[ray]').",
+        help="Cluster that starts hosts for engines by default (pip install 'mlflow-llm[ray]').",
     ),
     _setting(
         "--ray-address",
