@@ -30,7 +30,7 @@ from msgspec import Struct, field
 
 from ..endpoints.config import EntityConfig, Route
 from ..interface.dialect_settings import DialectSettings
-from ..interface.engine import EngineInfo, EngineRecord
+from ..interface.engine import EngineInfo, EngineRecord, engine_name
 from ..interface.guardrails import Guardrails
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import PrefixSharing
@@ -42,21 +42,28 @@ class PlannedAdapter(Struct, frozen=True, kw_only=True):
     """An adapter that was loaded while its endpoint was served.
 
     Every replica has it, unless ``refusal`` says why one refused it. ``template`` is the chat template that it has of
-    its own; "" if its requests use the model's.
+    its own; "" if its requests use the model's. ``content_hash`` is that of its files; "" for one of an earlier
+    release.
     """
 
     name: str
     revision: str
     refusal: str = ""
     template: str = ""
+    content_hash: str = ""
+
+    @property
+    def engine_name(self) -> str:
+        """The name that engines have for it."""
+        return engine_name(self.name, self.content_hash)
 
 
 class PlannedEntity(Struct, frozen=True, kw_only=True):
     """A served entity whose engines run.
 
     ``key`` names its engine, ``addresses`` are the replicas that requests may go to, and ``facts`` what
-    ``Autoscaler.prepare`` has measured. ``withdrawn`` are adapters that engines may still have, but that requests may
-    no longer use."""
+    ``Autoscaler.prepare`` has measured. ``withdrawn`` are adapters that engines may still have, by the engines' names,
+    but that requests may no longer use."""
 
     config: EntityConfig = field(name="served")
     key: str

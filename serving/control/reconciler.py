@@ -27,7 +27,8 @@ from ..metering.accounts.budget_alerts import BudgetAlerts
 from ..model_files import downloads
 from ..supervision.supervisor import EngineStatus, Supervisor
 from ..system.load_steps import LoadStep
-from .adapters import EngineAdapters, Loaded, adapter_reports
+from .adapter_files import AdapterFiles
+from .adapters import EngineAdapters, Loaded
 from .autoscaler import Autoscaler
 from .deployed import DeployedEndpoint, DeployedEntity
 from .engine_memory import EngineMemory
@@ -47,6 +48,8 @@ TICK_SECONDS = 0.1
 QUIET_TICK_SECONDS = 0.5  # seconds between checks of the store while nothing is under way and no change was signalled
 ADOPTION_SECONDS = 60.0  # after this time, a worker that does not adopt the plan no longer delays an update
 SCALE_SECONDS = 0.5
+PRUNE_SECONDS = 20.0
+ADAPTER_SECONDS = 60.0  # how long a start waits for adapters that are not in the engines yet
 UNREADY_SECONDS = 1.0  # an engine that is back sooner does not count as unready
 Say = Callable[..., None]
 COMMAND_LINE = Actor(name="command line", via="command")
@@ -91,7 +94,8 @@ class Reconciler:
         self._engines = EngineRecords()
         self._over = over or threading.Event()
         self._plan = plan_directory.read()  # of a controller process that was killed: valid until we know better
-        self._adapters = EngineAdapters(self._plan)
+        self._adapters = EngineAdapters(self._plan, AdapterFiles.of(endpoints.adapters.contents))
+        self._pruned_at = time.monotonic()
         self._deployed: dict[str, DeployedEndpoint] = {}
         self.rollouts: dict[tuple[str, int], Rollout] = {}
         self._published: dict[tuple[str, int], float] = {}
@@ -133,7 +137,17 @@ class Reconciler:
                 self._say("token", endpoint=name, seconds=seconds, **self._runs_on(name))
             self._say_steps(steps)
             time.sleep(TICK_SECONDS / 2)
+        self._wait_for_adapters()
         self._serving = True
+
+    def _wait_for_adapters(self) -> None:
+        """Take no requests before the adapters that were loaded earlier are there, or cannot be."""
+        until = time.monotonic() + ADAPTER_SECONDS
+        while not self._over.is_set() and time.monotonic() < until:
+            self.tick()
+            if not self._adapters.are_missing(self._plan):
+                return
+            time.sleep(TICK_SECONDS / 2)
 
     def _say_steps(self, said: dict[str, LoadStep]) -> None:
         """Report how far the loads of engines on this host are, where that has changed since it was ``said``."""
@@ -179,6 +193,7 @@ class Reconciler:
         """Start nothing more; work that is under way on threads ends with the process."""
         for executor in (self._finders, self._preparers):
             executor.shutdown(wait=False, cancel_futures=True)
+        self._adapters.close()
         if self._follower is not None:
             self._follower.close()
         if self._ray_runtime is not None:
@@ -196,7 +211,13 @@ class Reconciler:
             self._attach_hosted()
             self._advance(states)
             loaded = self._endpoints.adapters.all()
-            self._adapters.want(loaded, self._deployed.values(), self._supervisor)
+            self._adapters.want(
+                loaded,
+                self._deployed.values(),
+                self._supervisor,
+                plan=self._plan,
+                is_adopted=lambda: self._plan_directory.is_adopted(self._plan.generation),
+            )
             self._scale()
             self._publish(states)
             self._confirm()
@@ -212,9 +233,16 @@ class Reconciler:
                 self._budget_alerts.tick(self._fleet.fence is not None)
             if self._webhooks is not None:
                 self._webhooks.tick(self._fleet.fence)
+            self._prune_contents()
         except (ServingError, OSError) as error:
             logger.warning("the endpoints: %s", error)
         self._clean()
+
+    def _prune_contents(self) -> None:
+        """Remove a content that no adapter has any more, now and then, if this gateway leads."""
+        if self._fleet.fence is not None and time.monotonic() - self._pruned_at >= PRUNE_SECONDS:
+            self._pruned_at = time.monotonic()
+            self._endpoints.adapters.contents.prune()
 
     # what is wanted
 
@@ -421,7 +449,9 @@ class Reconciler:
                 ready=version is not None and self._is_ready(state),
                 failed_version=None if failed is None else failed.version,
                 message="" if failed is None else failed.message,
-                adapters=adapter_reports(self._plan, state.id, loaded.get(state.name, ()), is_adopted=is_adopted),
+                adapters=self._adapters.reports(
+                    self._plan, state.id, loaded.get(state.name, ()), is_adopted=is_adopted
+                ),
                 canary=self._counted(state),
             )
         return reports

@@ -91,6 +91,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
         max_batch_rows: the most requests of one batch.
         max_open_batch_rows: requests of batches that have not ended, of one tenant; more batches get a 429.
         max_file_storage: bytes of files that one tenant may have; more get a 429.
+        max_adapter_storage: bytes of adapters, loaded at run time, that the database may have.
         state_dir: directory for what the ledger has not written to the database yet. None is the user's own.
         webhook_urls: URLs that are told of rollouts, separated by commas. Empty tells nobody.
         webhook_secret_file: file, readable by its owner only, with the secret that signs what they are sent.
@@ -153,6 +154,7 @@ class ServerSettings(ListenSettings, frozen=True, kw_only=True, forbid_unknown_f
     max_batch_rows: Count = 50_000
     max_open_batch_rows: Count = 200_000
     max_file_storage: Bytes = 2**30
+    max_adapter_storage: Bytes = 2**32
     state_dir: str | None = None
     webhook_urls: str = ""
     webhook_secret_file: str | None = None

@@ -31,11 +31,12 @@ AdapterProgress: TypeAlias = Literal["LOADED", "LOADING", "REFUSED"]
 
 class AdapterReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A gateway's report of an adapter that was loaded at run time: whether all of its workers and engines have this
-    ``revision``, or why an engine refused it."""
+    ``revision``, with this content, or why an engine refused it, or why its files could not be fetched yet."""
 
     revision: str
     state: AdapterProgress
     message: str = ""
+    content_hash: str = ""
 
 
 class EndpointReport(Struct, frozen=True, kw_only=True, omit_defaults=True):

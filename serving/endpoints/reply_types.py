@@ -109,10 +109,12 @@ class RateLimitInfo(TypedDict):
 
 
 class AdapterState(TypedDict):
-    """An adapter that was loaded at run time, as one gateway has it; ``message`` says why an engine refused it."""
+    """An adapter that was loaded at run time, as one gateway has it; ``message`` says why an engine refused it, or why
+    its files could not be fetched from the database yet."""
 
     name: str
     state: AdapterProgress
+    content_hash: NotRequired[str]
     message: NotRequired[str]
 
 

@@ -75,7 +75,10 @@ def _of_gateway(row: sa.Row, name: str, report: EndpointReport, serving: bool) -
     if report.adapters:
         each = sorted(report.adapters.items())
         shown["adapters"] = [
-            {"name": name, "state": one.state} | ({"message": one.message} if one.message else {}) for name, one in each
+            {"name": name, "state": one.state}
+            | ({"content_hash": one.content_hash} if one.content_hash else {})
+            | ({"message": one.message} if one.message else {})
+            for name, one in each
         ]
     return shown | ({"message": report.message} if report.message else {})
 

@@ -210,7 +210,12 @@ def _start(
     """
     admission: Admission | None = None
     if entity.mode is not None:
-        target = Target(endpoint=entity.endpoint, entity=entity.entity, model=entity.identity)
+        target = Target(
+            endpoint=entity.endpoint,
+            entity=entity.entity,
+            model=entity.identity,
+            adapter_hash=entity.adapter_hash(valid.adapter),
+        )
         asked = receipts.asked(entity, valid, request)
         admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels, asked))
         valid = admission.request

@@ -16,6 +16,7 @@ from ..tasks.reply import embed, generate, score
 
 def run_task(entity: ServedEntity, valid: ValidRequest, admission: Admission | None) -> generate.Pieces:
     """Submit a request to its engine, and return its pieces."""
+    valid = entity.for_engine(valid)
     if valid.task == "embeddings":
         return embed.run(entity.engine, valid)
     if valid.task == "score":

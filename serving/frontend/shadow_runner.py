@@ -126,7 +126,12 @@ class ShadowRunner:
             record.accept(valid, b"")
             admission = None
             if entity.mode is not None:
-                target = Target(endpoint=entity.endpoint, entity=entity.entity, model=entity.identity)
+                target = Target(
+                    endpoint=entity.endpoint,
+                    entity=entity.entity,
+                    model=entity.identity,
+                    adapter_hash=entity.adapter_hash(valid.adapter),
+                )
                 admission = held.enter_context(entity.mode.admit(valid, copy.caller, target, record.labels))
                 valid = admission.request
             pull: InterruptibleIterator[Piece] = InterruptibleIterator(run_task(entity, valid, admission))

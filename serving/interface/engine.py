@@ -148,6 +148,19 @@ def _with_reason(what: str, reason: str) -> str:
     return f"{what} ({reason})" if reason else what
 
 
+def engine_name(name: str, content_hash: str) -> str:
+    """Return what engines call the adapter ``name`` with this content: another content is another adapter to them.
+
+    A name that operators and callers use never has an ``@``. Without a hash, engines call the adapter as they do.
+    """
+    return f"{name}@{content_hash[:32]}" if content_hash else name
+
+
+def public_name(name: str) -> str:
+    """Return what callers call the adapter that engines call ``name``."""
+    return name.partition("@")[0]
+
+
 class AdapterInfo(Struct, frozen=True, kw_only=True):
     """A loaded LoRA adapter. ``path`` is the peft directory on the engine's host that it was read from."""
 

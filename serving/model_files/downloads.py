@@ -186,6 +186,13 @@ def keep_only(paths: Iterable[str]) -> None:
         _held.keep_only(keys)
 
 
+def release_paths(paths: Iterable[str]) -> None:
+    """Hold the downloads that contain ``paths`` no longer."""
+    root = _root()
+    if root is not None:
+        _held.release(_keys(root, paths))
+
+
 def paths_of(bundle: Bundle) -> list[str]:
     """Return the local folders of a bundle and of its draft model."""
     paths = [bundle.model_dir, bundle.tokenizer_dir, *bundle.adapters.values()]
@@ -229,6 +236,10 @@ class _Held:
         with self._lock:
             self._owners.subtract(keys)
             self._release(key for key in keys if self._owners[key] <= 0)
+
+    def release(self, keys: set[str]) -> None:
+        with self._lock:
+            self._release(keys)
 
     def keep_only(self, keys: set[str]) -> None:
         with self._lock:

@@ -32,11 +32,13 @@ class ModeProfile(Struct, frozen=True, kw_only=True):
 
 
 class Target(Struct, frozen=True, kw_only=True):
-    """The target of a request: the endpoint, the served entity that the traffic split chose, and its model."""
+    """The target of a request: the endpoint, the served entity that the traffic split chose, its model, and the hash of
+    its adapter's content (``Reservation``)."""
 
     endpoint: str
     entity: str
     model: ModelVersion = UNKNOWN
+    adapter_hash: str = ""
 
 
 class Mode(Protocol):
@@ -99,6 +101,7 @@ def reservation_of(
         endpoint=target.endpoint,
         entity=target.entity,
         adapter=valid.adapter,
+        adapter_hash=target.adapter_hash,
         mode=BATCH if valid.background else mode,
         task=valid.task,
         input_tokens=valid.num_prompt_tokens,

@@ -17,7 +17,7 @@ from ..control.plan import Plan, PlanDirectory, PlannedEndpoint, PlannedEntity, 
 from ..dialects.fields.defaults import defaults_of
 from ..endpoints.config import EntityConfig
 from ..interface.dialect_settings import DialectSettings
-from ..interface.engine import AdapterInfo, Engine, EngineInfo, EngineRecord
+from ..interface.engine import AdapterInfo, Engine, EngineInfo, EngineRecord, public_name
 from ..interface.guardrails import NO_GUARDRAILS
 from ..model_files.model_uri import version_of
 from ..observability.engine_counters import CounterDirectory
@@ -239,6 +239,7 @@ class PlanFollower:
             guardrails=planned.guardrails or NO_GUARDRAILS,
             identity=source.identity,
             shadow=entity.config.shadow,
+            contents={one.name: one.content_hash for one in entity.adapters if one.content_hash and not one.refusal},
         )
 
     def _text(self, entity: PlannedEntity) -> TextModel:
@@ -300,10 +301,8 @@ class AdapterNames:
         self._withdrawn = frozenset(entity.withdrawn)
 
     def __call__(self) -> tuple[str, ...]:
-        heard = self._heard()
-        if not self._loaded and not self._withdrawn:
-            return heard
-        return tuple(sorted((self._loaded | set(heard)) - self._withdrawn))
+        heard = {name for name in self._heard() if name == public_name(name)}  # the others are in the plan, or old
+        return tuple(sorted(self._loaded | (heard - self._withdrawn)))
 
 
 def _text_place(entity: PlannedEntity) -> tuple[Any, ...]:

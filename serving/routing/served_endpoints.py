@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from ..interface.engine import Engine
+import msgspec
+
+from ..interface.engine import Engine, engine_name
 from ..interface.errors import InvalidField, NotFound
 from ..interface.guardrails import NO_GUARDRAILS, Guardrails
 from ..interface.payload_log import PayloadLog
-from ..interface.request import Task
+from ..interface.request import Task, ValidRequest
 from ..interface.settings import NAME, PrefixSharing
 from ..interface.shadow import Shadow
 from ..metering.accounts.authorization import ANONYMOUS, Caller
@@ -28,7 +30,8 @@ class ServedEntity:
     keeps no ledger. ``created`` is in Unix seconds. ``entity`` is the served model's name in responses and metrics,
     ``identity`` says which model that is, in which version.
     A ``prefix_sharing`` of None means the server's setting; without ``payload_log`` no text is kept. ``shadows`` are
-    the entities that get copies of its requests, each as its ``shadow`` says; requests cannot name them.
+    the entities that get copies of its requests, each as its ``shadow`` says; requests cannot name them. ``contents``
+    has the hashes of adapters that were loaded at run time, by their names.
     """
 
     endpoint: str
@@ -43,6 +46,18 @@ class ServedEntity:
     identity: ModelVersion = UNKNOWN
     shadow: Shadow | None = None
     shadows: tuple[ServedEntity, ...] = ()
+    contents: Mapping[str, str] = field(default_factory=dict)
+
+    def adapter_hash(self, adapter: str | None) -> str:
+        """Return the hash of an adapter's content; "" for none, and for one that came with the model."""
+        return self.contents.get(adapter, "") if adapter is not None else ""
+
+    def for_engine(self, valid: ValidRequest) -> ValidRequest:
+        """Return ``valid`` with its adapter as the engine calls it: exactly the content that is known here."""
+        content_hash = self.adapter_hash(valid.adapter)
+        if valid.adapter is None or not content_hash:
+            return valid
+        return msgspec.structs.replace(valid, adapter=engine_name(valid.adapter, content_hash))
 
     @property
     def version(self) -> str:

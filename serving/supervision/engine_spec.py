@@ -19,7 +19,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     ``addresses`` (``tcp://host:port``) are those of engines that run on other hosts, one replica each; none is started
     here. Those of a ``hosted`` engine, on hosts that have joined, change while it is kept. ``listen`` is where an
-    engine process started here accepts clients on other hosts, which may load adapters from below ``adapter_dirs``.
+    engine process started here accepts clients on other hosts, which may load adapters from below ``adapter_dirs``,
+    and such whose content the host fetches (``adapter_requests``, ``transport.adapter_places``).
     All need ``key_file``. The engine journals for such clients below the state directory ``journals``.
     """
 
@@ -31,6 +32,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     listen: str | None = None
     key_file: str | None = None
     adapter_dirs: tuple[str, ...] = ()
+    adapter_requests: str = ""
     journals: str = ""
     drain_timeout: float = 0.0
 
@@ -73,6 +75,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             listen=self.listen,
             key_file=self.key_file,
             adapter_dirs=self.adapter_dirs,
+            adapter_requests=self.adapter_requests,
             journals=self.journals,
             drain_timeout=self.drain_timeout,
             over=over,

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 ReplicaState = Literal["starting", "ready", "failed", "draining"]
 CHECK_SECONDS = 0.1  # seconds between checks
+ADAPTER_SECONDS = 30.0  # seconds that a start waits for adapters that cannot be loaded for the moment
 AWAY_SECONDS = 60.0  # seconds that a probe waits for an engine on another host
 
 
@@ -162,7 +163,7 @@ class Replica:
             on_search_failure=self._note_failure,
         )
         self.engine = engine
-        probed = ""
+        probed, probed_at = "", 0.0
         try:
             while not self._over():
                 generation, status = engine.generation, engine.health().status
@@ -176,12 +177,17 @@ class Replica:
                     self._probe(engine)
                     self.adapters.begin()
                     self.adapters.sync(engine)
+                    probed_at = time.monotonic()
                     if self.is_here and not probed and started_since(engine.info.pid, began):
                         self.start_seconds = time.monotonic() - began
                     probed, self.message = generation, ""
                 else:
                     if self.adapters.sync(engine):
                         self._changed()
+                    lacks = not self.adapters.is_complete and time.monotonic() - probed_at < ADAPTER_SECONDS
+                    if lacks and self.state == "starting":
+                        time.sleep(CHECK_SECONDS)
+                        continue
                     self._set("draining" if self._draining else "ready")
                     self._ready_since = self._ready_since or time.monotonic()
                     time.sleep(CHECK_SECONDS)

@@ -24,6 +24,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     ``core`` is the ``module:name`` of a ``CoreFactory`` (``engine.interface``). ``lock_fd`` is the inherited file
     descriptor of the engine lock, which is held. ``listen`` is a TCP endpoint for clients on other hosts; ``key_file``
     holds the key shared with them, ``adapter_dirs`` are the directories they may load adapters from, and the engine
+    asks its host for contents of adapters in the directory ``adapter_requests`` (``adapter_places``), "" for none. It
     keeps their journals below the state directory ``journals`` (``system.journal.journals_of``), "" for none.
     On SIGTERM, an engine with ``listen`` gives running requests ``drain_timeout`` seconds; any other ends once its last
     client has gone, or at a second SIGTERM. SIGQUIT ends running requests at once. ``control_fd`` is a warm standby's
@@ -39,6 +40,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     listen: str | None = None
     key_file: str | None = None
     adapter_dirs: tuple[str, ...] = ()
+    adapter_requests: str = ""
     journals: str = ""
     drain_timeout: float = 0.0
     control_fd: int = -1

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +19,10 @@ import psutil
 from serving_process import free_port, python_path
 
 from mlflow_llm.serving.control.hosts.agent import HostAgent
+from mlflow_llm.serving.control.hosts.host_adapters import HostAdapters
 from mlflow_llm.serving.control.hosts.host_identity import HostIdentity
 from mlflow_llm.serving.control.hosts.journals import HostJournals
+from mlflow_llm.serving.endpoints.adapter_contents import AdapterContents
 from mlflow_llm.serving.endpoints.config import EntityConfig
 from mlflow_llm.serving.endpoints.engine_hosts import EngineHosts, Offer
 from mlflow_llm.serving.interface.bundle import Bundle
@@ -49,6 +52,7 @@ def main(url: str, key_file: str, name: str, port: str, place: str, bundle: str)
             find=functools.partial(found, bundle=msgspec.json.decode(bundle, type=Bundle)),
             probe=generate_one,
             journals=HostJournals(store, state),
+            adapters=HostAdapters(AdapterContents(store, time.time), state / "adapter-requests"),
             state_dir=str(Path(place, "r")),
         )
         signal.signal(signal.SIGTERM, lambda *_: agent.stop())

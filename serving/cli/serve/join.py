@@ -8,15 +8,18 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from typing import Any
 
 import click
 
 from ...control.hosts.agent import HostAgent
+from ...control.hosts.host_adapters import HostAdapters
 from ...control.hosts.host_identity import HostIdentity
 from ...control.hosts.journals import HostJournals
 from ...control.model_sources import with_files
 from ...control.settings import default_state_dir
+from ...endpoints.adapter_contents import AdapterContents
 from ...endpoints.engine_hosts import EngineHosts, HostDevice, Offer, Start
 from ...interface.settings import GRANTED
 from ...supervision.warm_up import generate_one
@@ -79,6 +82,7 @@ def run_joined(
             say=say,
             state_dir=state_dir,
             journals=HostJournals(store, default_state_dir()),
+            adapters=HostAdapters(AdapterContents(store, time.time), default_state_dir() / "adapter-requests"),
             **options,
         )
         for ending in (signal.SIGTERM, signal.SIGINT):

@@ -34,6 +34,7 @@ from ...transport.auth import check_address
 from ...transport.discovery.state_directory import StateDirectory
 from ...transport.process_spec import ENGINE_CORE
 from ..engine_memory import GIB, estimated_size
+from .host_adapters import HostAdapters
 from .journals import HostJournals
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,9 @@ class HostAgent:
     ``find`` fetches the model of an entity and raises ``PackagingError``, ``ServingError``. ``listen``
     (``tcp://host:port``) is the first address of its engines, the next ones have the ports after it; ``key_file`` has
     the key of their clients. ``grants`` are engine settings that run code which is not this package's, as this host
-    allows them, and ``adapter_dirs`` where adapters may be loaded from. ``journals`` count what its engines generate.
-    ``probe(engine)`` raises while an engine cannot work.
+    allows them, and ``adapter_dirs`` where adapters may be loaded from. ``journals`` count what its engines
+    generate, and ``adapters`` fetches the contents that they ask for. ``probe(engine)`` raises while an engine cannot
+    work.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class HostAgent:
         drain_timeout: float = 30.0,
         state_dir: str | None = None,
         journals: HostJournals | None = None,
+        adapters: HostAdapters | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         say: Say = lambda stage, **fields: None,
@@ -96,7 +99,7 @@ class HostAgent:
         self._hosts, self._find, self._say = hosts, find, say
         self._address, self._first_port = reachable(listen)
         self._key_file, self._drain_timeout, self._state_dir = key_file, drain_timeout, state_dir
-        self._journals = journals
+        self._journals, self._adapters = journals, adapters
         self._grants, self._adapter_dirs, self._monotonic = dict(grants or {}), adapter_dirs, monotonic
         self._own = EngineHost(
             host=host,
@@ -129,7 +132,8 @@ class HostAgent:
         try:
             while not self._over.is_set():
                 self.tick()
-                self._over.wait(SOON_SECONDS if self._is_busy() else BEAT_SECONDS)
+                is_asked = self._adapters is not None and self._adapters.tick()
+                self._over.wait(SOON_SECONDS if is_asked or self._is_busy() else BEAT_SECONDS)
             self._leave_slowly()
         finally:
             self.close()
@@ -244,6 +248,7 @@ class HostAgent:
             spec,
             key_file=self._key_file,
             adapter_dirs=self._adapter_dirs,
+            adapter_requests="" if self._adapters is None else self._adapters.directory,
             journals="" if self._journals is None else self._journals.root,
             drain_timeout=self._drain_timeout,
         )
@@ -312,6 +317,8 @@ class HostAgent:
             self._end(engine)
         for ender in self._enders:
             ender.join()
+        if self._adapters is not None:
+            self._adapters.close()
         if self._journals is not None:
             self._journals.close()
         try:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ...interface.errors import PackagingError, shown
+from ...model_files.adapter_contents import FILES
 from ...sandbox import POOL, Ended, Exceeded, Limits, NoProcess, Refused
 from ..weights.config_bounds import read_header
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+CONFIG, WEIGHTS = FILES
 PREFIX = "base_model.model."
 WITHIN = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")  # a decoder within a larger model
 FACTOR = re.compile(r"^(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight$")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...interface.bundle import Bundle
-from ...interface.engine import AdapterInfo
+from ...interface.engine import AdapterInfo, public_name
 from ...interface.errors import (
     Conflict,
     InternalError,
@@ -209,8 +209,9 @@ class AdapterRegistry:
         A name that is already loaded is refused, or replaced with ``replace``: running requests end on the old
         weights. Raises ``AlreadyExists``, ``LimitExceeded``, ``Overloaded``, or ``InvalidField`` if it does not fit."""
         known = self._current.get(name)
-        num_named = sum(one.info is not None for one in self._current.values())
-        check_new(name, num_named, self._max_adapters, is_known=known is not None, replace=replace)
+        named = {public_name(one.info.name) for one in self._current.values() if one.info is not None}
+        is_known = known is not None or (replace and public_name(name) in named)
+        check_new(name, len(named), self._max_adapters, is_known=is_known, replace=replace)
         stamp = _stamp(path)
         read = self._pool.read(name, path)
         info = AdapterInfo(name=name, rank=read.rank, path=path)

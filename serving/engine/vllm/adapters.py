@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...interface.engine import AdapterInfo
+from ...interface.engine import AdapterInfo, public_name
 from ...interface.errors import Conflict, InvalidField, reason
 from ...interface.request import ValidRequest
 from ..adapters.files import CONFIG
@@ -64,7 +64,9 @@ class VllmAdapters:
         from vllm.lora.request import LoRARequest
 
         known = self._current.get(name)
-        check_new(name, len(self._current), self._max_adapters, is_known=known is not None, replace=replace)
+        named = set(map(public_name, self._current))
+        is_known = known is not None or (replace and public_name(name) in named)
+        check_new(name, len(named), self._max_adapters, is_known=is_known, replace=replace)
         rank = _rank(name, path)
         if rank > self._max_rank:
             allowed = f'a rank up to {self._max_rank}, which engine_args {{"max_lora_rank": …}} sets'

@@ -15,17 +15,19 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...control.plan import PlannedAdapter, PlannedEndpoint
 from ...control.settings import MODELS
 from ...dialects import DIALECTS
-from ...engine.adapters.files import CONFIG, WEIGHTS
+from ...endpoints.adapters import ContentGone, EndpointAdapters
 from ...frontend.answer import Answer
 from ...frontend.operation import Auth, Request, with_body
 from ...frontend.worker_state import WorkerState
 from ...interface.errors import (
+    Conflict,
     InvalidField,
     ModelNotFound,
     NotFound,
@@ -35,6 +37,7 @@ from ...interface.errors import (
     Unavailable,
 )
 from ...interface.readers import Entry, boolean, record, short_text, text
+from ...model_files.adapter_contents import CONFIG, WEIGHTS, AdapterContent, content_of, pieces, read_piece
 from ...model_files.adapter_template import default_of, own_template
 from ...model_files.model_uri import parse
 from ...routing.plan_follower import PlanFollower
@@ -44,6 +47,7 @@ NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9_-])?")
 NAMED = "up to 128 letters, digits, '_', '-' and '.', not starting with '-' or '.' and not ending with '.'"
 WAIT_SECONDS = 60.0
 CHECK_SECONDS = 0.05
+UPLOADS = 3
 LOAD = record(
     lora_name=Entry(text(NAME, NAMED), required="the name that requests call the adapter by"),
     lora_path=Entry(short_text(4096), required="a directory in peft's layout, or models:/name/version"),
@@ -69,16 +73,36 @@ def load(server: WorkerState, request: Request) -> Answer:
     path, tokenizer_dir = source_path(server, uri, name)
     template, note = own_template_of(server, endpoint, name, path, tokenizer_dir)
     adapters = server.managed_endpoints().adapters
-    replace = given.get("load_inplace", False)
-    pinned = given.get("pinned", False)
-    new, old = adapters.put(
-        endpoint.name, name, uri, path, replace=replace, pinned=pinned, template=template, by=request.actor
-    )
+    content = _content(server, name, path)
+    for _ in range(UPLOADS):
+        _store_content(server, adapters, request, name, path, content)
+        try:
+            new, old = adapters.put(
+                endpoint.name,
+                name,
+                uri,
+                path,
+                replace=given.get("load_inplace", False),
+                pinned=given.get("pinned", False),
+                template=template,
+                content_hash=content.content_hash,
+                by=request.actor,
+            )
+            break
+        except ContentGone:  # removed in between, because no adapter had it for a while
+            continue
+    else:
+        raise Unavailable(f"the files of adapter {name!r} could not be kept in the database; try again")
     until = time.monotonic() + WAIT_SECONDS
     while True:
         planned, is_adopted = follower.planned(endpoint.name)
         if planned is None:
             raise NotFound(f"endpoint {endpoint.name} has just been deleted", param="model")
+        now = adapters.get(endpoint.name, name)
+        if now is None or now.revision != new.revision:
+            raise Conflict(
+                f"adapter {name!r} was replaced or unloaded by another request before it was in every engine"
+            )
         found = [_of(entity.adapters, name, new.revision) for entity in planned.entities]
         for refusal in (one.refusal for one in found if one is not None and one.refusal):
             adapters.take_back(endpoint.name, new, old)
@@ -95,6 +119,27 @@ def load(server: WorkerState, request: Request) -> Answer:
         if time.monotonic() > until:
             raise Unavailable(f"adapter {name!r} is not in every engine yet; it will be when there is room for it")
         time.sleep(CHECK_SECONDS)
+
+
+def _content(server: WorkerState, name: str, path: str) -> AdapterContent:
+    """Return the content of the adapter in ``path``. Raises ``RequestError``."""
+    maximum = server.settings.max_adapter_storage
+    try:  # on a thread, because reading weights takes long enough to hold up streams
+        content: AdapterContent = server.offload(sys.maxsize, partial(content_of, path, maximum=maximum))
+    except PackagingError as error:
+        raise RequestError(f"Loading lora {name} failed: {error}", param="lora_path") from error
+    return content
+
+
+def _store_content(
+    server: WorkerState, adapters: EndpointAdapters, request: Request, name: str, path: str, content: AdapterContent
+) -> None:
+    """Put the files of an adapter where all hosts can fetch them. Raises ``LimitExceeded``, ``RequestError``."""
+    parts = (server.offload(sys.maxsize, partial(read_piece, *piece)) for piece in pieces(content, path))
+    try:
+        adapters.contents.put(content, parts, maximum=server.settings.max_adapter_storage, key_id=request.caller.key_id)
+    except PackagingError as error:
+        raise RequestError(f"Loading lora {name} failed: {error}", param="lora_path") from error
 
 
 def _is_elsewhere(server: WorkerState, follower: PlanFollower, endpoint_id: str, name: str, revision: str) -> bool:

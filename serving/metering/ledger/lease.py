@@ -39,6 +39,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     the server's own, unique for ever (1 to 256 bytes), and not an id chosen by callers. ``background`` requests have
     the prices of batches. ``model`` is the one that
     answers, ``labels`` is what the caller says about the request, ``asked`` is kept to repeat and prove the answer.
+    ``adapter_hash`` is the hash of its adapter's content, "" for one that came with the model.
     ``limited_user`` is the end user whose limits apply: as the caller says, if it may name end users.
     """
 
@@ -52,6 +53,7 @@ class Reservation(Struct, frozen=True, kw_only=True):
     input_tokens: int
     max_output_tokens: int
     adapter: str | None = None
+    adapter_hash: str = ""
     bucket: Bucket | None = None
     pays_tokens: bool = True
     background: bool = False

@@ -802,6 +802,7 @@ def _row(reservation: Reservation, owner: str, started_ms: int, price: Price) ->
         "endpoint": reservation.endpoint,
         "entity": reservation.entity,
         "adapter": reservation.adapter,
+        "adapter_hash": reservation.adapter_hash or None,
         "mode": reservation.mode,
         "task": reservation.task,
         "reserved_input": reservation.input_tokens,

@@ -59,7 +59,7 @@ def receipt_of(store: Store, request_id: str, *, tenant: str | None = None, call
     With ``tenant`` and ``caller`` (an id of a key), others' requests are not found. Raises ``NotFound``, and
     ``Conflict`` while the request is running.
     """
-    columns = [ledger.c[name] for name in (*_KEPT, *_MONEY, "key_id", "proof", "output")]
+    columns = [ledger.c[name] for name in (*_KEPT, *_MONEY, "adapter_hash", "key_id", "proof", "output")]
     query = sa.select(*columns).where(ledger.c.request_id == request_id)
     row, currency = store.read(
         lambda connection: (connection.execute(query).mappings().one_or_none(), currency_of(connection))
@@ -71,6 +71,8 @@ def receipt_of(store: Store, request_id: str, *, tenant: str | None = None, call
     keys = keys_of(store)
     content: dict[str, Any] = {name: row[name] for name in _KEPT} | {name: units(row[name]) for name in _MONEY}
     content |= {"version": VERSION, "currency": currency}
+    if row["adapter_hash"] is not None:
+        content["adapter_hash"] = row["adapter_hash"]
     if row["proof"] is not None:
         content["seed"] = str(row["proof"]["seed"])  # as text: it may exceed what JSON readers count exactly
     if row["output"] is not None:

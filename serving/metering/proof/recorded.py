@@ -16,7 +16,17 @@ from .keys import keys_of
 
 REPLY_IDS = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 """Prefixes that dialects put before a request's id in the ids of their replies."""
-_COLUMNS = ("request_id", "endpoint", "entity", "adapter", "task", "status", "model_version", "content_hash")
+_COLUMNS = (
+    "request_id",
+    "endpoint",
+    "entity",
+    "adapter",
+    "task",
+    "status",
+    "model_version",
+    "content_hash",
+    "adapter_hash",
+)
 
 
 class Recorded(Struct, frozen=True, kw_only=True):
@@ -30,6 +40,7 @@ class Recorded(Struct, frozen=True, kw_only=True):
     status: str
     model_version: str | None
     content_hash: str | None
+    adapter_hash: str | None = None
     proof: Proof
     said: tuple[Said, ...]
     key: bytes
@@ -67,6 +78,9 @@ class Recorded(Struct, frozen=True, kw_only=True):
             found.append(f"model {self.model} then, {other.model} now")
         if other.adapter != self.adapter:
             found.append(f"adapter {self.adapter} then, {other.adapter} now")
+        elif other.adapter_hash != self.adapter_hash:
+            hashes = [(one.adapter_hash or "no hash")[:12] for one in (self, other)]
+            found.append(f"adapter {self.adapter} ({hashes[0]}) then, ({hashes[1]}) now")
         before, now = self.proof.computed, other.proof.computed
         for name in sorted(before.keys() | now.keys()):
             is_moot = name == "threads" and before.get("kernels") == now.get("kernels") == "native"

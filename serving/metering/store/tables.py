@@ -128,6 +128,7 @@ ledger = sa.Table(
     sa.Column("limited_user", sa.String(256)),  # the end user, where a trusted caller named it: limits count by it
     sa.Column("proof", sa.JSON(none_as_null=True)),  # ``metering.proof.answers.Proof``
     sa.Column("output", sa.Text),  # JSON of a ``Said`` for each choice
+    sa.Column("adapter_hash", sa.String(64)),  # of the content of an adapter that was loaded at run time
     sa.Column("chained", sa.BigInteger),  # its newest link; null until it has one, and since it changed
     sa.Index("ledger_by_time", "started_ms", "request_id"),
     sa.Index("ledger_by_key", "key_id", "charged_at"),
@@ -343,6 +344,7 @@ endpoint_adapters = sa.Table(
     sa.Column("created_ms", sa.BigInteger, nullable=False),
     sa.Column("pinned", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("template", sa.Text, nullable=False, server_default=""),
+    sa.Column("content_hash", sa.String(64), nullable=False, server_default=""),  # "": of an earlier release
 )
 
 files = sa.Table(

@@ -64,7 +64,7 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     ``generated_tokens`` is the engine's own count, some seconds late. If it exceeds ``completion_tokens``, the
     difference was generated but never reached the gateway (the request was cut off, or an engine died); it is not
     billed. ``draft_tokens`` and ``accepted_draft_tokens`` (of speculative decoding) are only counted for requests that
-    ran to their end. The last five fields are None in rows from before they were recorded, and for what is not known or
+    ran to their end. The last six fields are None in rows from before they were recorded, and for what is not known or
     was not given.
     """
 
@@ -95,6 +95,7 @@ class UsageRow(Struct, frozen=True, kw_only=True):
     end_user: str | None = None
     client_request_id: str | None = None
     tags: dict[str, str] | None = None
+    adapter_hash: str | None = None
 
     def to_wire(self) -> dict[str, Any]:
         """Return the row in the API's form, with money as decimal strings."""

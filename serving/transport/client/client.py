@@ -20,6 +20,7 @@ from ...interface.errors import ServingError, ShuttingDown, Unavailable
 from ...interface.events import Failed
 from ...interface.request import ValidRequest
 from ...interface.settings import EngineSettings
+from ..adapter_places import parse_place
 from ..discovery.attacher import Attacher
 from ..discovery.launcher import Launcher, Progress
 from ..protocol import JournalPage
@@ -207,7 +208,7 @@ class RemoteEngine(Engine):
         return self.post(release)
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
-        path = os.path.abspath(path)
+        path = path if parse_place(path)[0] else os.path.abspath(path)
         return self._call(lambda state, call: state.load_adapter(name, path, replace, pinned, call))[0]
 
     def unload_adapter(self, name: str, *, at_once: bool = False) -> None:

@@ -111,6 +111,7 @@ class Launcher:
         listen: str | None = None,
         key_file: str | None = None,
         adapter_dirs: Sequence[str] = (),
+        adapter_requests: str = "",
         journals: str = "",
         drain_timeout: float = 0.0,
         replica: int = 0,
@@ -123,6 +124,7 @@ class Launcher:
         self.listen, self.drain_timeout = listen, drain_timeout
         self.key_file = os.path.abspath(key_file) if key_file else None  # the engine has another working directory
         self.adapter_dirs = tuple(map(os.path.abspath, adapter_dirs))
+        self.adapter_requests = os.path.abspath(adapter_requests) if adapter_requests else ""
         self.journals = os.path.abspath(journals) if journals else ""
         self.client_id = uuid.uuid4().hex
         self.generation = ""
@@ -224,6 +226,7 @@ class Launcher:
             listen=self.listen,
             key_file=self.key_file,
             adapter_dirs=self.adapter_dirs,
+            adapter_requests=self.adapter_requests,
             journals=self.journals,
             drain_timeout=self.drain_timeout,
         )

@@ -143,6 +143,7 @@ def _serve(
         spec.generation,
         remote=remote,
         adapter_dirs=spec.adapter_dirs,
+        adapter_requests=spec.adapter_requests,
         journals=spec.journals,
         drain_timeout=spec.drain_timeout,
         in_place=lambda: lock.is_current,

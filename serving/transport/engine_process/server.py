@@ -19,12 +19,23 @@ import msgspec
 import zmq
 
 from ...interface.engine import Core, EngineInfo, EngineOutput, Health
-from ...interface.errors import Aborted, InternalError, PermissionDenied, ServingError
+from ...interface.errors import (
+    Aborted,
+    InternalError,
+    InvalidField,
+    PackagingError,
+    PermissionDenied,
+    ServingError,
+    Unavailable,
+)
 from ...interface.events import Event, Failed, Logits, is_terminal
 from ...interface.request import ValidRequest
 from ...interface.settings import EngineSettings
+from ...model_files import downloads
+from ...model_files.adapter_contents import content_of
 from ...system.journal import STORE_ID, journals_of
 from .. import protocol as m
+from ..adapter_places import ContentRequests, parse_place
 from ..discovery.state_directory import RuntimeAdapter, StateDirectory
 from ..wake_pipe import WakePipe
 from .counters import CounterWriter
@@ -90,6 +101,7 @@ class EngineServer:
         *,
         remote: Any = None,
         adapter_dirs: Sequence[str] = (),
+        adapter_requests: str = "",
         journals: str = "",
         drain_timeout: float = 0.0,
         in_place: Callable[[], bool] = lambda: True,
@@ -102,6 +114,7 @@ class EngineServer:
         self._pipe = WakePipe()
         self.poller.register(self._pipe.fd, zmq.POLLIN)
         core.on_work(self._pipe.wake)
+        self._contents = ContentRequests(adapter_requests) if adapter_requests else None
         self._adapter_dirs = [os.path.realpath(path) for path in adapter_dirs]
         self._journals = journals
         self.core, self.settings, self.state, self.socket = core, settings, state, socket
@@ -253,7 +266,7 @@ class EngineServer:
         try:
             match message:
                 case m.LoadAdapter(call, name, path, replace, pinned):
-                    path = path if peer.is_local else self._allowed(path)
+                    path = path if peer.is_local else self._place_of(path)
                     adapter = self.core.load_adapter(name, path, replace=replace, pinned=pinned)
                     self._remember(name, RuntimeAdapter(path=path, pinned=pinned))
                     return m.Answer(call, (adapter,))
@@ -268,6 +281,31 @@ class EngineServer:
             logger.exception("adapter call")
             return m.Answer(message.call, (), "internal", "the call failed in the engine; see its log")
 
+    def _place_of(self, given: str) -> str:
+        """Return the directory of an adapter that a client on another host names.
+
+        Raises ``Unavailable`` while this host fetches its content, ``PermissionDenied``, and ``InvalidField`` if the
+        directory here has another content.
+        """
+        content_hash, path = parse_place(given)
+        if content_hash and self._contents is not None:
+            found, problem = self._contents.find(content_hash)
+            if not found:
+                why = f"; the last attempt failed: {problem}" if problem else ""
+                raise Unavailable(f"adapter content {content_hash[:12]} is being fetched from the database{why}")
+            return found
+        real = self._allowed(path)
+        if content_hash and not self._has_content(real, content_hash):
+            allowed = f"a directory that has, on the engine's host, the content {content_hash[:12]} that was loaded"
+            raise InvalidField("adapter", path, allowed)
+        return real
+
+    def _has_content(self, path: str, content_hash: str) -> bool:
+        try:
+            return content_of(path).content_hash == content_hash
+        except PackagingError as error:
+            raise InvalidField("adapter", path, f"a directory with an adapter: {error}") from None
+
     def _allowed(self, path: str) -> str:
         """Return the real path of an adapter that a client on another host names.
 
@@ -281,9 +319,11 @@ class EngineServer:
 
     def _remember(self, name: str, adapter: RuntimeAdapter | None) -> None:
         """Record the adapters loaded at run time for a successor, in case this process is killed."""
-        self._runtime_adapters.pop(name, None)
+        before = self._runtime_adapters.pop(name, None)
         if adapter is not None:
             self._runtime_adapters[name] = adapter
+        if before is not None and before.path not in {one.path for one in self._runtime_adapters.values()}:
+            downloads.release_paths([before.path])
         self.state.write_json("adapters.json", self._runtime_adapters)
 
     def reload_adapters(self, adapters: dict[str, RuntimeAdapter]) -> None:

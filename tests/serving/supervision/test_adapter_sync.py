@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlflow_llm.serving.interface.bundle import Bundle
-from mlflow_llm.serving.interface.errors import Overloaded
+from mlflow_llm.serving.interface.engine import AdapterInfo
+from mlflow_llm.serving.interface.errors import LimitExceeded, Overloaded
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.supervision import adapter_sync
 from mlflow_llm.serving.supervision.adapter_sync import NO_ADAPTERS, AdapterSync, WantedAdapter, WantedAdapters
@@ -96,3 +97,39 @@ def test_a_full_engine_is_asked_again(engine: InstantEngine, tmp_path: Path, mon
     assert (wanted.sync.loaded, wanted.sync.refused) == ({}, {})
     assert wanted.sync.sync(engine)
     assert wanted.sync.loaded == {"a": "1"}
+
+
+class FullEngine(InstantEngine):
+    """An engine with room for one adapter beside its model's own."""
+
+    def load_adapter(self, name: str, path: str, *, replace: bool = False, pinned: bool = False) -> AdapterInfo:
+        if {"pirate", name} < {info.name for info in self.adapters()} | {name}:
+            raise LimitExceeded("full", limit="adapter_memory", allowed=1, remaining=0)
+        return super().load_adapter(name, path, replace=replace, pinned=pinned)
+
+
+def test_where_there_is_no_room_the_old_content_goes_first(instant_bundle: Bundle, tmp_path: Path) -> None:
+    """A content that does not fit beside the one that it replaces is loaded after it; another adapter is refused."""
+    engine, wanted = FullEngine(instant_bundle, EngineSettings()), Wanted()
+    wanted.adapters = WantedAdapters(adapters={"a@1": WantedAdapter(path=str(tmp_path), revision="1")})
+    wanted.sync.sync(engine)
+    both = {name: WantedAdapter(path=str(tmp_path), revision=name[-1]) for name in ("a@2", "a@1", "b@3")}
+    wanted.adapters = WantedAdapters(adapters=both | {"a@1": WantedAdapter(path="/a", revision="1", is_old=True)})
+    for _ in range(2):
+        wanted.sync.sync(engine)
+        wanted.adapters = WantedAdapters(adapters=wanted.adapters.adapters, withdrawn=frozenset({"c"}))
+    assert paths_of(engine) == {"a@2": str(tmp_path)}
+    assert wanted.sync.refused["b@3"][0] == "3"
+
+
+def test_it_says_whether_anything_is_still_to_be_loaded(instant_bundle: Bundle, tmp_path: Path) -> None:
+    """It is complete without adapters, with all of them and with a refusal, but not while one has to be tried again."""
+    engine, wanted = InstantEngine(instant_bundle, EngineSettings()), Wanted()
+    wanted.sync.begin()
+    assert not wanted.sync.is_complete
+    wanted.sync.sync(engine)
+    assert wanted.sync.is_complete
+    wanted.sync.begin()
+    wanted.want(a=(str(tmp_path), "1"), b=(str(tmp_path / "gone"), "2"))
+    wanted.sync.sync(engine)
+    assert wanted.sync.is_complete

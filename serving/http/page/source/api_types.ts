@@ -36,10 +36,11 @@ export interface AccountInfo {
   prices: PriceNow[];
 }
 
-/** An adapter that was loaded at run time, as one gateway has it; `message` says why an engine refused it. */
+/** An adapter that was loaded at run time, as one gateway has it; `message` says why an engine refused it, or why its files could not be fetched from the database yet. */
 export interface AdapterState {
   name: string;
   state: "LOADED" | "LOADING" | "REFUSED";
+  content_hash?: string;
   message?: string;
 }
 
@@ -855,6 +856,7 @@ export interface UsageRowInfo {
   end_user: string | null;
   client_request_id: string | null;
   tags: Record<string, string> | null;
+  adapter_hash: string | null;
 }
 
 /** The sum of a group of requests; columns that were not grouped by are left out. */

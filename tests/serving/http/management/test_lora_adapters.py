@@ -262,7 +262,10 @@ def test_an_adapter_is_added_when_every_gateway_has_it(
     endpoints = SimpleNamespace(route=lambda called: (entity, None), entities=lambda: iter((entity,)))
     endpoints.seen_by = lambda caller: endpoints
     store = SimpleNamespace(
-        put=lambda *a, **k: asked.append(k["pinned"]) or (new, None), take_back=lambda *a: taken.append(a)
+        put=lambda *a, **k: asked.append(k["pinned"]) or (new, None),
+        take_back=lambda *a: taken.append(a),
+        get=lambda *a: new,
+        contents=SimpleNamespace(put=lambda content, parts, **more: None),
     )
     server = fake_server(adapter_sources=str(tmp_path))
     server.offload = lambda size, function, *given: function(*given)
@@ -271,7 +274,7 @@ def test_an_adapter_is_added_when_every_gateway_has_it(
     gateways = SimpleNamespace(all=lambda: others)
     server.managed_endpoints = lambda: SimpleNamespace(adapters=store, gateways=gateways)
     body = {"lora_name": "x", "lora_path": str(adapter(tmp_path / "x")), "pinned": True}
-    request = SimpleNamespace(json=lambda: body, caller=None, actor=None)
+    request = SimpleNamespace(json=lambda: body, caller=SimpleNamespace(key_id=""), actor=None)
     if expected:
         with pytest.raises(ServingError, match=expected):
             lora_adapters.load(server, request)

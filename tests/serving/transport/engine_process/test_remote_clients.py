@@ -19,9 +19,11 @@ from transport_place import SETTINGS, completion, eventually, timeless
 
 from mlflow_llm.serving.interface.errors import PackagingError, Unavailable
 from mlflow_llm.serving.interface.events import Finished
+from mlflow_llm.serving.model_files.adapter_contents import FILES, content_of
 from mlflow_llm.serving.testing.instant_core import InstantCore
 from mlflow_llm.serving.testing.instant_engine import InstantEngine
 from mlflow_llm.serving.transport import attach, protocol
+from mlflow_llm.serving.transport.adapter_places import place_elsewhere
 from mlflow_llm.serving.transport.auth import secure_client
 from mlflow_llm.serving.transport.discovery.state_directory import StateDirectory
 from mlflow_llm.serving.transport.engine_process import server
@@ -265,6 +267,12 @@ def test_a_key_opens_no_files(place, make_bundle, key, tmp_path):
             answer = ask(protocol.LoadAdapter(number, "own", path), protocol.Answer)
             assert (answer.kind, answer.call) == ("permission_denied", number)
         assert ask(protocol.LoadAdapter(9, "own", f"{allowed}/own"), protocol.Answer).kind is None
+        for name in FILES:
+            (tmp_path / "allowed/own" / name).write_text("{}")
+        own, other = content_of(f"{allowed}/own").content_hash, "0" * 64
+        given = (place_elsewhere(own, f"{allowed}/own"), place_elsewhere(other, f"{allowed}/own"), f"sha256:{own}:/etc")
+        answers = [ask(protocol.LoadAdapter(10, "own", one, True), protocol.Answer) for one in given]
+        assert [one.kind for one in answers] == [None, "invalid_field", "permission_denied"]
         assert local.load_adapter("near", str(tmp_path / "other/own")).name == "near"
         stranger.close(0)
     context.term()
