@@ -7,12 +7,15 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mlflow_llm.serving.control.fleet import Fleet
 from mlflow_llm.serving.control.following.alias_process import Target
 from mlflow_llm.serving.control.following.follower import AliasFollower
+from mlflow_llm.serving.control.hosts.placer import Placer
 from mlflow_llm.serving.endpoints.config import EndpointConfig, EntityConfig, ModelSource, Route
+from mlflow_llm.serving.endpoints.engine_hosts import EngineHost, HostedEngine, Offer
 from mlflow_llm.serving.endpoints.gateways import EndpointReport
 from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.interface.bundle import Bundle
@@ -45,6 +48,7 @@ class Place:
         self.means, self.metrics = "1", {"1": {}}  # type: dict[str, dict[str, float]]
         self.broken: dict[str, str] = {}
         self.lookups = self.located = 0
+        self.all_hosted = True  # whether all entities that were located are on joined hosts
         self.counts: dict[str, EntityCounts] = {}
         self.store = Store(url)
         self.endpoints = EndpointStore(self.store, locate=self.locate, clock=lambda: self.now)
@@ -73,6 +77,7 @@ class Place:
 
     def locate(self, entities: tuple[EntityConfig, ...]) -> tuple[ModelSource, ...]:
         self.located += 1
+        self.all_hosted = self.all_hosted and all(one.is_hosted for one in entities)
         return tuple(self.source(self.means if one.entity_version == "@champion" else one.entity_version)
                      for one in entities)  # fmt: skip
 
@@ -180,6 +185,42 @@ def test_a_canary_that_keeps_its_bounds_is_promoted(place: Place) -> None:
         "the canary assistant/2 was promoted: no bound was broken by 10 requests in 7"
     )
     assert [one.name for one in place.config.served_entities] == ["main"]
+
+
+def test_engines_on_joined_hosts_follow_on_joined_hosts(place: Place) -> None:
+    """An alias of an entity on joined hosts is followed there: canary and successor are located without weights, get
+    engines of their own on as many hosts, and the engines of before are no longer placed.
+    """
+    hosts = place.endpoints.hosts
+    for name in ("a", "b"):
+        offer = Offer(memory=2**30, cpus=1)
+        hosts.join(EngineHost(host=name, name=name, started_ms=0, generation=0, beat=0, offer=offer))
+    placer = Placer(place.endpoints, clock=lambda: place.now, monotonic=lambda: place.now)
+
+    def placed() -> dict[str, set[str]]:
+        """Return the hosts that are to run each version, two rounds of the placer later."""
+        for joined in hosts.all().hosts:
+            ready = {one.id: HostedEngine(state="READY", address="tcp://h:1") for one in hosts.all().placements}
+            hosts.beat(msgspec.structs.replace(joined, beat=joined.beat + 1, engines=ready))
+        place.now += 1
+        placer.tick(place.endpoints.states(), place.fleet.fence)
+        found: dict[str, set[str]] = {}
+        for one in hosts.all().placements:
+            found.setdefault(one.entity.model.identity.version, set()).add(one.host)
+        return found
+
+    place.create(placement="hosts", replicas=2, canary=CANARY)
+    assert placed() == {"1": {"a", "b"}}
+    place.move("2")
+    assert place.serves == {"1": 90, "2": 10}
+    assert {(one.placement, one.replicas) for one in place.config.served_entities} == {("hosts", 2)}
+    assert placed() == {"1": {"a", "b"}, "2": {"a", "b"}}
+    place.answer(10)
+    place.run(700)
+    assert place.serves == {"2": 100}
+    assert placed() == {"2": {"a", "b"}}
+    assert [(one.placement, one.replicas) for one in place.config.served_entities] == [("hosts", 2)]
+    assert place.all_hosted
 
 
 @pytest.mark.parametrize(
