@@ -33,6 +33,7 @@ from ..interface.errors import (
 )
 from ..interface.labels import Labels
 from ..metering.accounts.authorization import Caller
+from ..metering.accounts.keys import check_tenant
 from ..metering.ledger.lease import Lease
 from ..metering.ledger.ledger import Ledger
 from ..observability.access_record import AccessRecord
@@ -288,7 +289,8 @@ class BatchRunner:
 
     def _caller(self, batch: ActiveBatch) -> Caller:
         """Return the batch's caller with its permissions of now. Raises ``Unauthenticated`` if its key is no longer
-        valid."""
+        valid, and ``PermissionDenied``."""
+        check_tenant(batch.caller.tenant)
         keys = self._server.keys
         if keys is None or not batch.caller.key_id.startswith("key_"):
             return batch.caller

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..dialects.base import Headers
 from ..interface.errors import LimitExceeded, RequestError, ServingError, Unauthenticated
 from ..metering.accounts.authorization import ANONYMOUS, UNKNOWN, Caller
+from ..metering.accounts.keys import check_tenant
 from ..observability.access_record import AccessRecord
 from .operation import Auth
 from .worker_state import WorkerState
@@ -15,8 +16,8 @@ KEY_HEADER = "x-api-key"  # where Anthropic's clients send an API key
 def authenticate(server: WorkerState, auth: Auth, headers: Headers, address: str, record: AccessRecord) -> Caller:
     """Return the caller: ``UNKNOWN`` without a key on an open route, ``ANONYMOUS`` if the server requires no key.
 
-    Raises ``Unauthenticated``, ``PermissionDenied`` if a scope is missing, and ``LimitExceeded`` if too many of the
-    caller's requests were refused.
+    Raises ``Unauthenticated``, ``PermissionDenied`` if a scope is missing or the tenant's name is reserved, and
+    ``LimitExceeded`` if too many of the caller's requests were refused.
     """
     if not auth.is_open:
         return _checked(server, auth, headers, address, record)
@@ -48,6 +49,7 @@ def _checked(server: WorkerState, auth: Auth, headers: Headers, address: str, re
         return ANONYMOUS
     caller = _verified(server, credential)
     record.key = caller.key_id
+    check_tenant(caller.tenant)
     caller.check_scope(auth.scope)
     server.refusals.remember_good(credential)
     server.refusals.check(caller.key_id, "key")

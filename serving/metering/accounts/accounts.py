@@ -32,8 +32,8 @@ from .bodies import (
     PRICES_QUERY,
     ROTATION,
 )
-from .keys import OVERLAP, ApiKey, Keys
-from .limits import SCOPES, Bound, Limit, Limits, plain
+from .keys import OVERLAP, RESERVED, ApiKey, Keys
+from .limits import SCOPES, SHADOW, Bound, Limit, Limits, plain
 from .money import Price, currency, micro_units, set_currency
 from .prices import ANY, Prices
 from .prices import plain as plain_price
@@ -149,6 +149,8 @@ class Accounts:
         Endpoints may be created later, and callers with tokens are known only when they call.
         """
         of_key, of_tenant = scope in ("key", "key_user"), scope in ("tenant", "tenant_user")
+        if of_tenant and subject == SHADOW:
+            raise InvalidField("subject", subject, f"another tenant: {RESERVED}, which use up no limit")
         known_ids = {ANONYMOUS.key_id, *(key.key_id for key in self._keys.list())} if of_key else {subject}
         if subject not in known_ids and not subject.startswith(TOKEN_PREFIX):
             raise NotFound(f"there is no key {subject!r}; mlflow-llm keys list shows their ids")

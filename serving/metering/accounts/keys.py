@@ -20,7 +20,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Struct
 
-from ...interface.errors import Conflict, InvalidField, NotFound, Unauthenticated
+from ...interface.errors import Conflict, InvalidField, NotFound, PermissionDenied, Unauthenticated
 from ...interface.settings import NAME
 from ..store.store import Store
 from ..store.tables import api_keys, old_secrets, tenants
@@ -36,6 +36,7 @@ MAX_ENDPOINTS = 100
 MAX_WEIGHT = 1000
 ALLOWED_ENDPOINT = re.compile(f"{NAME.pattern}(:[^:\\x00-\\x1f]{{1,128}})?")
 ENDPOINTS_ALLOWED = f"1 to {MAX_ENDPOINTS} names of endpoints, or endpoint:adapter"
+RESERVED = "under this name copies of requests are counted (shadow traffic)"
 
 __all__ = ["ANONYMOUS", "SCOPES", "ApiKey", "Caller", "Keys"]
 
@@ -105,7 +106,7 @@ class Keys:
         if not isinstance(tenant, str) or not 0 < len(tenant) <= 128 or "\0" in tenant:
             raise InvalidField("tenant", tenant, "a name of 1 to 128 characters")
         if tenant == SHADOW:
-            raise InvalidField("tenant", tenant, "another name: under this one copies of requests are counted")
+            raise InvalidField("tenant", tenant, f"another name: {RESERVED}")
         now_ms = self.now_ms()
         secret = _new_secret()
         key = ApiKey(
@@ -303,6 +304,15 @@ class Keys:
             while len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
         return found
+
+
+def check_tenant(tenant: str) -> None:
+    """Raise ``PermissionDenied`` for a caller of the tenant under which copies of requests are counted.
+
+    Its rows in the ledger could not be told from those of copies, whoever made its key or signed its token.
+    """
+    if tenant == SHADOW:
+        raise PermissionDenied(f"the tenant {tenant!r} is not a caller's: {RESERVED}")
 
 
 def _whose(connection: sa.Connection, digest: str) -> _Known | None:

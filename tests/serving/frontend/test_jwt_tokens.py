@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from click.testing import CliRunner
 from flask.testing import FlaskClient
 from joserfc import jwt
@@ -28,7 +29,10 @@ from mlflow_llm.serving.frontend.jwt_tokens import Tokens
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.interface.errors import InvalidField, PermissionDenied, Unauthenticated, Unavailable
+from mlflow_llm.serving.metering import Keys, Store
+from mlflow_llm.serving.metering.accounts.accounts import Accounts
 from mlflow_llm.serving.metering.accounts.authorization import Caller
+from mlflow_llm.serving.metering.store import tables
 
 NOW = 1_800_000_000
 CLAIMS = {"iss": "https://idp", "aud": ["other", "llm"], "sub": "ann", "tenant": "acme", "exp": NOW + 60}
@@ -378,6 +382,30 @@ def test_over_http(make: Callable[..., WorkerState], tokens: Tokens, keys: dict[
     assert ask("/api/2.0/keys", token).status_code == 403
     with pytest.raises(PermissionDenied):
         tokens.verify(token).check_scope("usage")
+
+
+def test_the_tenant_of_copies_is_no_callers(
+    make: Callable[..., WorkerState], sqlite_url: str, tokens: Tokens, keys: dict[str, Any]
+) -> None:
+    """A token or a key of the tenant ``shadow``, under which copies of requests are counted, is refused by that name on
+    every route that needs a caller, and is nobody on one that does not."""
+    store = Store(sqlite_url)
+    secret, _ = Keys(store).create("acme")
+    store.write(lambda c: c.execute(sa.insert(tables.tenants).values(tenant="shadow", created_ms=0)))
+    store.write(lambda c: c.execute(sa.update(tables.api_keys).values(tenant="shadow")))
+    client: FlaskClient = create_app(make(tokens=tokens, keys=Keys(store))).test_client()
+    for bearer in (signed(keys["ES256"], "ES256", changed(tenant="shadow")), secret):
+        headers = {"Authorization": f"Bearer {bearer}"}
+        for path in ("/v1/models", "/api/2.0/endpoints"):
+            refused = client.get(path, headers=headers)
+            assert (refused.status_code, "the tenant 'shadow' is not a caller's" in refused.text) == (403, True)
+        asked = client.post("/v1/chat/completions", json={"messages": []}, headers=headers)
+        assert (asked.status_code, "'shadow'" in asked.text) == (403, True)
+        assert client.get("/health", headers=headers).status_code == 200
+    for scope in ("tenant", "tenant_user"):
+        with pytest.raises(InvalidField, match="subject"):
+            Accounts(store).set_limits({"scope": scope, "subject": "shadow", "limits": {"qpm": 1}})
+    store.close()
 
 
 @pytest.mark.parametrize(
