@@ -79,10 +79,12 @@ class CurrencyInfo(TypedDict):
 
 class LimitLeftInfo(TypedDict):
     """The rest of a limit; ``reset_seconds`` is the time until all of it is free again, null if it never is. A ``soft``
-    limit refuses nothing: more than is ``allowed`` may be ``used``."""
+    limit refuses nothing: more than is ``allowed`` may be ``used``. ``end_user`` is null but for limits of the end user
+    that was asked for."""
 
     scope: str
     endpoint: str | None
+    end_user: str | None
     kind: str
     unit: str
     soft: bool

@@ -264,12 +264,14 @@ class Ledger:
             self._open_breaker(error)
             raise
 
-    def limits_left(self, caller: Caller, endpoints: Iterable[str]) -> tuple[LimitLeft, ...]:
-        """Return what is left of each limit that ``caller``'s requests to ``endpoints`` would count against."""
+    def limits_left(self, caller: Caller, endpoints: Iterable[str], *, end_user: str = "") -> tuple[LimitLeft, ...]:
+        """Return what is left of each limit that ``caller``'s requests to ``endpoints`` would count against, those for
+        ``end_user`` if one is named."""
         names = tuple(endpoints)
+        work = partial(limits_left, caller=caller, endpoints=names, clock=self._window_clock, end_user=end_user)
         while True:
             try:
-                return self.store.read(lambda connection: limits_left(connection, caller, names, self._window_clock))
+                return self.store.read(work)
             except WindowMissing as missing:
                 self.store.write(self._build(missing.subjects))
 

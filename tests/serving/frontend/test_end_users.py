@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from click.testing import CliRunner
 from flask.testing import FlaskClient
 
@@ -14,6 +15,7 @@ from mlflow_llm.serving.cli import cli
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Store, Usage, UsageFilter
+from mlflow_llm.serving.metering.store import tables
 from mlflow_llm.serving.modes import PayPerToken
 
 CHAT: dict[str, Any] = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -130,3 +132,65 @@ def test_limits_of_end_users_by_api_and_command(place: Place) -> None:
         headers=manage,
     )
     assert (wrong.status_code, "for end users one of" in str(wrong.json)) == (400, True)
+
+
+def left(place: Place, headers: dict[str, str], **query: str) -> dict[tuple[str, str, str | None], dict[str, Any]]:
+    """Return the limits of end users in a caller's account, by scope, kind and end user."""
+    found = place.client.get("/api/2.0/account", query_string=query, headers=headers)
+    assert found.status_code == 200, found.json
+    assert all((one["end_user"] is not None) == one["scope"].endswith("_user") for one in found.json["limits"])
+    shown = [one for one in found.json["limits"] if one["end_user"] is not None]
+    return {(one["scope"], one["kind"], one["end_user"]): one for one in shown}
+
+
+def test_a_front_end_sees_what_is_left_for_an_end_user(place: Place) -> None:
+    """The account has the limits of the end user that is named, on the key, its tenant and its endpoints: used, left
+    and when they are free again, as a refusal says it; an own limit stands in place of that of each."""
+    front = place.key("invoke", "end_users")
+    key_id = place.keys.list("acme")[0].key_id
+    limit(place, scope="tenant_user", subject="acme", limits={"qpm": 3, "budget_month": "1.50"})
+    limit(place, scope="tenant_user", subject="acme", end_user="eve", limits={"qpm": 2})
+    limit(place, scope="key_user", subject=key_id, limits={"otpm": 50})
+    limit(place, scope="endpoint_user", subject="assistant", limits={"qph": 4})
+    place.client.put("/api/2.0/limits", json={"scope": "key", "subject": key_id, "limits": {"qph": 9}})
+    for user in ("ada", "ada", "eve"):
+        assert place.client.post(OPENAI, json=CHAT | {"user": user}, headers=front).status_code == 200
+    ada = left(place, front, end_user="ada")
+    assert {(*at[:2], one["allowed"], one["used"], one["remaining"]) for at, one in ada.items()} == {
+        ("tenant_user", "qpm", 3, 2, 1),
+        ("tenant_user", "budget_month", "1.50", "0.00", "1.50"),
+        ("key_user", "otpm", 50, 4, 46),
+        ("endpoint_user", "qph", 4, 2, 2),
+    }
+    assert 0 < ada["tenant_user", "qpm", "ada"]["reset_seconds"] <= 61
+    assert ada["endpoint_user", "qph", "ada"]["endpoint"] == "assistant"
+    own = left(place, front, end_user="eve")["tenant_user", "qpm", "eve"]
+    assert (own["allowed"], own["used"]) == (2, 1)
+    assert left(place, front) == {}
+    assert left(place, front | {HEADER: "ada"}, end_user="eve") == left(place, front, end_user="ada")
+
+
+def test_asking_for_end_users_that_never_were_writes_nothing(place: Place) -> None:
+    """A name that was made up has all of its limits left, and no window in the store."""
+    front = place.key("invoke", "end_users")
+    limit(place, scope="tenant_user", subject="acme", limits={"qpm": 3})
+    for number in range(5):
+        assert left(place, front, end_user=f"made up {number}")["tenant_user", "qpm", f"made up {number}"]["used"] == 0
+    query = sa.select(sa.func.count()).select_from(tables.windows)
+    assert place.store.read(lambda connection: connection.execute(query).scalar_one()) == 0
+
+
+def test_nobody_else_sees_end_users(place: Place) -> None:
+    """A key without the scope names none, by parameter or header; another tenant's "ada" is another; and a wrong
+    parameter is named."""
+    front, other = place.key("invoke", "end_users"), place.key("invoke", "usage", "manage")
+    stranger = {"Authorization": f"Bearer {place.keys.create('zeta', scopes=('invoke', 'end_users'))[0]}"}
+    limit(place, scope="endpoint_user", subject="assistant", limits={"qpm": 3})
+    assert place.client.post(OPENAI, json=CHAT | {"user": "ada"}, headers=front).status_code == 200
+    account = "/api/2.0/account"
+    assert place.client.get(f"{account}?end_user=ada", headers=other).status_code == 403
+    assert place.client.get(account, headers=other | {HEADER: "ada"}).status_code == 403
+    assert left(place, stranger, end_user="ada")["endpoint_user", "qpm", "ada"]["used"] == 0
+    for query in ("end_user=", f"end_user={'a' * 257}", "end_user=a%00b", "user=ada", "end_user=a&end_user=b"):
+        refused = place.client.get(f"{account}?{query}", headers=front)
+        assert (refused.status_code, refused.json["message"].startswith(query.partition("=")[0])) == (400, True)

@@ -427,10 +427,11 @@ export interface LimitInfo {
   unit: string;
 }
 
-/** The rest of a limit; `reset_seconds` is the time until all of it is free again, null if it never is. A `soft` limit refuses nothing: more than is `allowed` may be `used`. */
+/** The rest of a limit; `reset_seconds` is the time until all of it is free again, null if it never is. A `soft` limit refuses nothing: more than is `allowed` may be `used`. `end_user` is null but for limits of the end user that was asked for. */
 export interface LimitLeftInfo {
   scope: string;
   endpoint: string | null;
+  end_user: string | null;
   kind: string;
   unit: string;
   soft: boolean;

@@ -86,6 +86,7 @@ def test_an_account_shows_what_is_left_of_each_limit(
     assert found["key", "otpm"] | {"reset_seconds": 0} == {
         "scope": "key",
         "endpoint": None,
+        "end_user": None,
         "kind": "otpm",
         "unit": "output tokens a minute",
         "soft": False,
