@@ -74,13 +74,13 @@ class RunningRow:
     @contextmanager
     def watch(self, pull: InterruptibleIterator[Any]) -> Iterator[None]:
         """Let ``stop`` interrupt the request."""
-        self._pull = pull
+        outer, self._pull = self._pull, pull
         if self._stopped:
             pull.interrupt(ClientGone())
         try:
             yield
         finally:
-            self._pull = None
+            self._pull = outer
 
     def stop(self) -> None:
         """Interrupt the request; the row is given back."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import random
 import re
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,13 +63,13 @@ def _invoked(server: WorkerState, request: Request) -> Answer:
     check_limits(server, request, known, _inference(request).task)
     with server.memory.allocate(request.payer(server)) as allocation:
         with ExitStack() as held:
-            entity, valid, echoed, copies, inputs = _accept(
+            entity, valid, echoed, copies, asked = _accept(
                 server, request, held, is_known=len({e.endpoint for e in known}) == 1
             )
             if not valid.stream:
                 info = entity.engine.info
                 allocation.grow(fixed_size(valid, info.embedding_dim) + sum(logits_size(valid, info.vocab_size)))
-            source, pull, pieces = _start(server, entity, valid, request, held, inputs)
+            source, pull, pieces = _start(server, entity, valid, request, held, asked)
             for copy in copies:
                 server.shadows.put(copy)
             if wants_receipt:  # a stream's headers are sent before it is settled
@@ -92,13 +91,13 @@ def _invoked(server: WorkerState, request: Request) -> Answer:
 
 class _Accepted(NamedTuple):
     """A request that has been prepared, with the part of its body that the reply repeats, its copies for shadows, and
-    what scorers of the reply are told of it."""
+    what scorers are asked about it, if there are any."""
 
     entity: ServedEntity
     valid: ValidRequest
     echoed: bytes
     copies: list[ShadowCopy]
-    inputs: Any
+    asked: scorers.Question | None
 
 
 def _accept(server: WorkerState, request: Request, held: ExitStack, *, is_known: bool) -> _Accepted:
@@ -124,9 +123,7 @@ def _accept(server: WorkerState, request: Request, held: ExitStack, *, is_known:
             record.labels = request.background.labels.over(record.labels)
         pixels = held.enter_context(server.pixels.allocate(request.payer(server)))
         raw = server.offload(len(body), guarded, raw, entity.guardrails.input)
-        if judges := entity.guardrails.input.scorers:
-            scorers.check_input(server.scorers, judges, raw, time.monotonic() + _timeout(server, request))
-        inputs = scorers.inputs_of(raw) if entity.guardrails.output.scorers else None
+        asked = _question(server, entity, request, raw, held)
         limits = _limits(server, entity, request, pixels.grow)
         if not is_known:
             check_limits(server, request, [entity], _inference(request).task)
@@ -143,7 +140,18 @@ def _accept(server: WorkerState, request: Request, held: ExitStack, *, is_known:
         copies = copies_of(entity, request, raw, valid, len(body))
     if raw.echoed:
         held.enter_context(server.memory.allocate(request.payer(server))).grow(len(raw.echoed))
-    return _Accepted(entity, valid, raw.echoed, copies, inputs)
+    return _Accepted(entity, valid, raw.echoed, copies, asked)
+
+
+def _question(
+    server: WorkerState, entity: ServedEntity, request: Request, raw: RawRequest, held: ExitStack
+) -> scorers.Question | None:
+    """Return what scorers of the endpoint are asked about a request, within the memory budget; None without any."""
+    if not (entity.guardrails.input.scorers or entity.guardrails.output.scorers):
+        return None
+    asked = scorers.question_of(raw)
+    held.enter_context(server.memory.allocate(request.payer(server))).grow(asked.size)
+    return asked
 
 
 def _capture(server: WorkerState, entity: ServedEntity, request: Request, body: bytes, held: ExitStack) -> None:
@@ -202,9 +210,17 @@ def _seconds(header: str) -> float:
 
 
 def _start(
-    server: WorkerState, entity: ServedEntity, valid: ValidRequest, request: Request, held: ExitStack, inputs: Any
+    server: WorkerState,
+    entity: ServedEntity,
+    valid: ValidRequest,
+    request: Request,
+    held: ExitStack,
+    asked: scorers.Question | None,
 ) -> tuple[generate.Pieces, InterruptibleIterator[Piece], Iterator[Piece]]:
-    """Admit and submit a request. Return its pieces, the same pieces interruptible, and these counted.
+    """Admit a request, have it judged and submit it. Return its pieces, the same pieces interruptible, and these
+    counted.
+
+    Limits are reserved before scorers are asked, so that a caller beyond its limits takes nobody's turn.
 
     ``held`` gets everything that must be released, and releases it in reverse order.
     """
@@ -216,8 +232,8 @@ def _start(
             model=entity.identity,
             adapter_hash=entity.adapter_hash(valid.adapter),
         )
-        asked = receipts.asked(entity, valid, request)
-        admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels, asked))
+        proved = receipts.asked(entity, valid, request)
+        admission = held.enter_context(entity.mode.admit(valid, request.caller, target, request.record.labels, proved))
         valid = admission.request
         request.record.price = admission.lease.price
         if admission.lease.proof_key is not None:
@@ -228,18 +244,30 @@ def _start(
         request.record.headers |= rate_limit_headers.headers(admission.lease.limits)
         if admission.lease.beyond:
             _report_exceeded(request, entity.endpoint, admission.lease.beyond)
+    watch = partial(_watched, server, request)
+    if asked is not None:
+        scorers.check_input(server.scorers, entity.guardrails.input.scorers, asked, valid.deadline, watch)
     if request.record.capture is not None:
         request.record.capture.admitted = True
     source = run_task(entity, valid, admission)
     pull: InterruptibleIterator[Piece] = InterruptibleIterator(source)
     held.callback(pull.close)
-    held.enter_context(server.in_flight.track(pull))
-    watch = request.watch or partial(interrupt_on_disconnect, request.sock)
     held.enter_context(watch(pull))
     held.enter_context(interrupt_at_deadline(valid.deadline, pull))
-    judges = entity.guardrails.output.scorers if valid.sampling is not None else ()
-    pieces = scorers.judged(server.scorers, judges, inputs, pull, valid.deadline) if judges else pull
+    pieces: Iterator[Piece] = pull
+    judges = entity.guardrails.output.scorers
+    if judges and asked is not None and valid.sampling is not None:
+        reply = held.enter_context(server.memory.allocate(request.payer(server), "reply"))
+        pieces = scorers.judged(server.scorers, judges, asked, pull, valid.deadline, reply.grow, watch)
     return source, pull, counted(pieces, admission, request.record, returns_trace=valid.return_trace)
+
+
+@contextmanager
+def _watched(server: WorkerState, request: Request, pull: InterruptibleIterator[Any]) -> Iterator[None]:
+    """Interrupt ``pull`` when the caller has gone, or the server ends."""
+    watch = request.watch or partial(interrupt_on_disconnect, request.sock)
+    with server.in_flight.track(pull), watch(pull):
+        yield
 
 
 def _report_exceeded(request: Request, endpoint: str, soft: tuple[Limit, ...]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -20,10 +19,8 @@ from ..metering.ledger.lease import Lease
 from ..observability.access_record import AccessRecord
 from .answer import Answer
 from .limits.memory_budget import Allocation
-from .streams.in_flight import InterruptibleIterator
+from .streams.in_flight import Watch
 from .worker_state import WorkerState
-
-Watch = Callable[[InterruptibleIterator[Any]], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
@@ -240,6 +241,31 @@ class Reply(Struct, frozen=True, kw_only=True):
         texts = sum(_length(choice) + 64 * _num_logprobs(choice) for choice in self.choices)
         logits = sum(len(choice.context_logits) + len(choice.generation_logits) for choice in self.choices)
         return texts + 4 * sum(map(len, self.vectors)) + logits
+
+
+ID_BYTES = 40  # an integer beyond the small ones, and its place in a tuple
+FLOAT_BYTES = 32  # a float, and its place in a tuple
+
+
+def piece_size(piece: Piece) -> int:
+    """Return about how many bytes a piece takes in memory."""
+    size = sys.getsizeof(piece)
+    if isinstance(piece, LogitRows | Vector):
+        return size + sys.getsizeof(piece.data)
+    if not isinstance(piece, Delta):
+        return size
+    texts = [piece.text, piece.reasoning]
+    for call in piece.calls:
+        size += sys.getsizeof(call)
+        texts += [text for text in (call.arguments, call.id, call.name) if text]
+    size += sum(sys.getsizeof(text) for text in texts if text)
+    size += ID_BYTES * len(piece.token_ids) + FLOAT_BYTES * len(piece.token_logprobs)
+    return size + sum(_logprob_bytes(entry) for entry in piece.logprobs)
+
+
+def _logprob_bytes(entry: TextLogprob) -> int:
+    own = sys.getsizeof(entry) + sys.getsizeof(entry.token) + sys.getsizeof(entry.bytes) + FLOAT_BYTES + 2 * ID_BYTES
+    return own + sum(_logprob_bytes(other) for other in entry.top)
 
 
 def _length(choice: Choice) -> int:

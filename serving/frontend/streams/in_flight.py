@@ -13,8 +13,9 @@ import errno
 import select
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import gevent
 from gevent import monkey
@@ -79,6 +80,15 @@ class InterruptibleIterator(Generic[T]):
         close = getattr(self._items, "close", None)
         if close is not None:
             close()
+
+
+Watch: TypeAlias = Callable[[InterruptibleIterator[Any]], AbstractContextManager[None]]
+"""A maker of a context in which an iterator is interrupted when nobody waits for it any more."""
+
+
+def unwatched(_: InterruptibleIterator[Any]) -> AbstractContextManager[None]:
+    """Return a context in which nothing is interrupted."""
+    return contextlib.nullcontext()
 
 
 def _on_loop() -> bool:

@@ -316,7 +316,7 @@ def test_logits_count_as_memory(make: Callable[..., WorkerState], monkeypatch: p
     server = make()
     added: list[int] = []
     add = server.memory.add
-    monkeypatch.setattr(server.memory, "add", lambda caller, size: (added.append(size), add(caller, size)))
+    monkeypatch.setattr(server.memory, "add", lambda caller, size, what: (added.append(size), add(caller, size, what)))
     monkeypatch.setattr(invoke, "logits_size", lambda request, vocab_size: (2**20, vocab_size))
     assert (
         create_app(server)
