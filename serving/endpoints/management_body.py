@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..interface.errors import InvalidField
-from ..interface.readers import Entry, Reader, integer, list_of, one_of, reader, record, string
+from ..interface.readers import Entry, Reader, integer, list_of, one_of, reader, record, refused, string
 from .config_body import MAX_RATE, config_body, name_in_urls
 
 
@@ -35,8 +35,16 @@ def tags(value: Any, path: str) -> dict[str, str]:
     return {tag["key"]: tag.get("value", "") for tag in _TAGS(value, path)}
 
 
+SET_BY_LIMITS = "are set with /api/2.0/limits or mlflow-llm limits"
+AI_GATEWAY = (
+    "guardrails and payload_log are fields of config, rate_limits has calls a minute, and all other limits "
+    "are set with /api/2.0/limits; usage is always in the ledger"
+)
 _CALLS = record(
-    calls=Entry(integer(0, MAX_RATE), required=f"an integer from 0 to {MAX_RATE}"),
+    calls=Entry(integer(0, MAX_RATE), required=f"an integer from 0 to {MAX_RATE}; limits on tokens {SET_BY_LIMITS}"),
+    tokens=Entry(refused(f"limits {SET_BY_LIMITS} (itpm, otpm)"), "Refused: input and output have limits of their own"),
+    principal=Entry(refused(f"limits {SET_BY_LIMITS} (scope key or tenant)"), "Refused: a limit is for each caller"),
+    soft=Entry(refused(f"limits {SET_BY_LIMITS} --soft"), "Refused: what is set here refuses requests"),
     key=Entry(
         one_of("endpoint", "user"),
         '"endpoint" (the default): all requests together; "user": those of each user',
@@ -64,6 +72,7 @@ NEW_ENDPOINT = record(
     description=Entry(_short(0, 4096)),
     tags=Entry(tags),
     rate_limits=Entry(rate_limits),
+    ai_gateway=Entry(refused(AI_GATEWAY), "Refused: its parts have fields of their own"),
     # MLflow's Databricks client always sends it
     route_optimized=Entry(one_of(False, why="all routes are direct")),
 )

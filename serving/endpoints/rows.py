@@ -191,10 +191,12 @@ def set_tags(connection: sa.Connection, name: str, added: dict[str, str], delete
 def set_rates(connection: sa.Connection, name: str, rates: dict[tuple[str, str], int]) -> None:
     """Replace the limits on calls per minute of the endpoint and of its users.
 
-    The windows stay: existing ones are correct, and missing ones are rebuilt from the ledger.
+    A soft one, which this form cannot say, stays unless a limit takes its place. The windows stay: existing ones are
+    correct, and missing ones are rebuilt from the ledger.
     """
     of_calls = sa.and_(limits.c.subject == name, limits.c.kind == "qpm", limits.c.scope.in_(("endpoint", "user")))
-    connection.execute(sa.delete(limits).where(of_calls))
+    given = limits.c.scope.in_([scope for scope, _ in rates])
+    connection.execute(sa.delete(limits).where(of_calls, sa.or_(~limits.c.soft, given)))
     if rates:
         rows = [{"scope": scope, "subject": name, "kind": kind, "value": v} for (scope, kind), v in rates.items()]
         connection.execute(sa.insert(limits), rows)

@@ -169,7 +169,10 @@ def tags_to_wire(connection: sa.Connection, name: str) -> list[dict[str, str]]:
 
 
 def rate_limits_to_wire(connection: sa.Connection, name: str) -> list[dict[str, Any]]:
-    """Return the limits on calls per minute of the endpoint and of its users, in the API's form."""
+    """Return the limits on calls per minute of the endpoint and of its users, in the API's form.
+
+    Soft limits are left out: in this form every limit refuses, and one that was read and put back would.
+    """
     of_calls = sa.and_(limits.c.subject == name, limits.c.kind == "qpm", limits.c.scope.in_(("endpoint", "user")))
-    query = sa.select(limits.c.scope, limits.c.value).where(of_calls).order_by(limits.c.scope)
+    query = sa.select(limits.c.scope, limits.c.value).where(of_calls, ~limits.c.soft).order_by(limits.c.scope)
     return [{"calls": value, "key": scope, "renewal_period": "minute"} for scope, value in connection.execute(query)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from mlflow_llm.serving.endpoints.store import EndpointStore
 from mlflow_llm.serving.interface.bundle import Bundle, DraftBundle
 from mlflow_llm.serving.interface.errors import AlreadyExists, Conflict, InvalidField, LimitExceeded, NotFound
 from mlflow_llm.serving.metering import Actor, Ledger, Limits, Reservation, Store, migrations
+from mlflow_llm.serving.metering.accounts.limits import Bound
 
 TASKS = {"assistant": ("chat", "completions"), "poet": ("completions", "chat"), "minilm": ("embeddings",)}
 
@@ -431,6 +433,43 @@ def test_rate_limits_are_the_ledgers_limits(endpoints, store, tmp_path):
     endpoints.delete("chat")
     assert Limits(store).list() == ()
     ledger.close()
+    assert endpoints.list() == {"endpoints": []}
+
+
+def test_rate_limits_and_soft_limits(endpoints: EndpointStore, store: Store) -> None:
+    """Rate limits show no soft limit and leave it as it is, unless a limit of its scope takes its place."""
+    endpoints.create(body())
+    calls = {"calls": 5, "renewal_period": "minute"}
+    for scope in ("endpoint", "user"):
+        Limits(store).set(scope, "chat", "qpm", Bound(value=3, soft=True, alert_at=(0.5,)))
+    assert "rate_limits" not in endpoints.get("chat")
+    assert endpoints.put_rate_limits("chat", {"rate_limits": []}) == {"rate_limits": []}
+    answer = endpoints.put_rate_limits("chat", {"rate_limits": [calls]})
+    assert answer == {"rate_limits": [calls | {"key": "endpoint"}]}
+    found = [(one.scope, one.value, one.soft, one.alert_at) for one in Limits(store).list()]
+    assert found == [("endpoint", 5, False, None), ("user", 3, True, (0.5,))]
+
+
+@pytest.mark.parametrize(
+    ("limit", "field", "why"),
+    [
+        ({"calls": 5, "soft": True}, "soft", "--soft"),
+        ({"calls": 5, "tokens": 100}, "tokens", "itpm, otpm"),
+        ({"tokens": 100}, "calls", "limits on tokens"),
+        ({"calls": 5, "principal": "ada"}, "principal", "scope key or tenant"),
+        ({"calls": 5, "key": "user_group"}, "key", "endpoint"),
+        ({"calls": 5, "renewal_period": "hour"}, "renewal_period", "minute"),
+    ],
+)
+def test_limits_of_the_ai_gateway_are_refused_by_name(
+    endpoints: EndpointStore, limit: dict[str, Any], field: str, why: str
+) -> None:
+    """Limits of Databricks' AI Gateway other than calls a minute, and ``ai_gateway``, are refused with what to use."""
+    rates = [{"renewal_period": "minute"} | limit]
+    with pytest.raises(InvalidField, match=rf"^rate_limits\[0\].{field}: .*{why}"):
+        endpoints.create(body() | {"rate_limits": rates})
+    with pytest.raises(InvalidField, match=r"^ai_gateway: .*guardrails and payload_log are fields of config"):
+        endpoints.create(body() | {"ai_gateway": {"rate_limits": rates}})
     assert endpoints.list() == {"endpoints": []}
 
 
