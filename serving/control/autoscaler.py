@@ -183,7 +183,7 @@ class Autoscaler:
         if self._reserved_time is not None:
             running = min(len(status.ready), policy.max_replicas)  # another endpoint may keep more of this engine
             units = reserved_units(policy.per_replica, policy.max_throughput, running)
-            self._reserved_time.hold(entity.endpoint, entity.config.name, units)
+            self._reserved_time.hold(entity.endpoint, entity.config.name, units, entity.config.asked)
 
 
 def replicas_on_this_machine(config: EntityConfig) -> int:

@@ -15,7 +15,8 @@ from ..endpoints.config_body import check_placement
 from ..interface.bundle import Bundle
 from ..interface.errors import InvalidField, PackagingError
 from ..model_files import downloads
-from ..model_files.model_uri import parse
+from ..model_files.entity_names import label_of
+from ..model_files.model_uri import is_path, parse
 from .mlflow_resolver import ResolvedModel, resolve, with_drafts
 from .settings import NO_HOSTS, lacks_runtime
 from .spec import EndpointSpec
@@ -136,6 +137,7 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
     if spec.addresses and (spec.scale_to_zero_enabled or spec.max_provisioned_throughput is not None):
         raise PackagingError(f"{spec.name}: engines of other hosts are neither provisioned nor scaled to zero")
     name, version = _named(spec.entity)
+    label = label_of(spec.entity)
     source = ModelSource(
         uri=spec.uri or spec.entity,
         bundle=spec.bundle,
@@ -146,7 +148,8 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         key_file=spec.key_file,
     )
     entity = EntityConfig(
-        name=spec.entity,
+        name=label,
+        asked="" if label == spec.entity else spec.entity,
         entity_name=name,
         entity_version=version,
         source=source,
@@ -163,7 +166,7 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         check_placement(entity, spec.name)
     except InvalidField as error:
         raise PackagingError(str(error)) from None
-    route = Route(served_model_name=spec.entity, traffic_percentage=100)
+    route = Route(served_model_name=label, traffic_percentage=100)
     return EndpointConfig(
         served_entities=(entity,),
         routes=(route,),
@@ -178,8 +181,10 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
 def _named(uri: str) -> tuple[str, str]:
     """Return (name, version or alias) of a registered model: (assistant, champion) for ``models:/assistant@champion``.
 
-    Return (``uri``, "") for everything else.
+    Return (``uri``, "") for everything else; a path that is here is made absolute, since the API takes no other.
     """
     named = parse(uri)
     version = (named.alias or named.version) if named is not None else None
-    return (uri, "") if named is None or version is None else (named.name, version)
+    if named is None or version is None:
+        return (os.path.abspath(uri) if is_path(uri) and os.path.exists(uri) else uri), ""
+    return named.name, version

@@ -23,8 +23,8 @@ ProfileName = Literal["open", "databricks-provisioned", "databricks-pay-per-toke
 
 
 class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An endpoint of the command line. ``entity`` is the URI of the served model as it was given, and its name; ``uri``
-    names its version even if ``entity`` names an alias ("": ``entity`` does).
+    """An endpoint of the command line. ``entity`` is the URI of the served model as it was given, of which the name of
+    the served entity is made; ``uri`` names its version even if ``entity`` names an alias ("": ``entity`` does).
 
     For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last eight
     fields are those of the management API: the reserved tokens/s, whether an idle engine may end, whether the endpoint

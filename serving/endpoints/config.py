@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +16,7 @@ from ..interface.guardrails import Guardrails, shown
 from ..interface.payload_log import PayloadLog
 from ..interface.settings import EngineSettings, PrefixSharing
 from ..interface.shadow import Shadow
+from ..model_files.entity_names import label_of
 from ..model_files.model_uri import LATEST, by_version, parse
 from ..model_files.model_version import ModelVersion
 from .scale import Scale
@@ -60,6 +62,10 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
     ``placement`` says where its engines run: each gateway starts its own on its host ("local", and None), or they run
     on hosts that have joined the database ("hosts"), ``replicas`` of them for all gateways. With ``scale``, they run on
     hosts that a runtime starts for them, which join like any other.
+
+    ``asked`` is the URI, directory or hub id that a command line declared the entity with, where that cannot be its
+    name; then the name is a label made of it (``entity_names.label_of``). Prices may be set by it, and requests may
+    name it. An update that keeps the model keeps it.
     """
 
     name: str
@@ -78,6 +84,7 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
     placement: PlacementSetting | None = None
     replicas: int | None = None
     scale: Scale | None = None
+    asked: str = ""
 
     @property
     def is_hosted(self) -> bool:
@@ -94,6 +101,16 @@ class EntityConfig(Struct, frozen=True, kw_only=True):
         """``source``, which a stored configuration always has."""
         assert self.source is not None
         return self.source
+
+    @property
+    def identity(self) -> ModelVersion:
+        """The model and its version, with what a command line asked for."""
+        return msgspec.structs.replace(self.model.identity, asked=self.asked)
+
+    @property
+    def is_label(self) -> bool:
+        """Whether its name was made of what a command line asked for, and not given by anybody."""
+        return bool(self.asked) and self.name == label_of(self.asked)
 
     @property
     def uri(self) -> str:
@@ -206,7 +223,7 @@ def is_same(one: EndpointConfig, other: EndpointConfig) -> bool:
     """Return whether two configurations say the same, wherever the files of their models are.
 
     A model is named by its URI and its content hash. Its files may be in another directory of each machine and each
-    user, and after each download.
+    user, and after each download; so may a directory that a command line names by its relative path.
     """
     return _anywhere(one) == _anywhere(other)
 
@@ -230,7 +247,42 @@ def _entity_anywhere(entity: EntityConfig) -> EntityConfig:
         weight_bytes=0,
         draft=draft,
     )
-    return msgspec.structs.replace(entity, source=msgspec.structs.replace(entity.source, bundle=bundle))
+    name = "" if os.path.isabs(entity.entity_name) else entity.entity_name
+    source = msgspec.structs.replace(entity.source, bundle=bundle)
+    return msgspec.structs.replace(entity, entity_name=name, asked="", source=source)
+
+
+def with_labels(config: EndpointConfig) -> EndpointConfig:
+    """Return ``config`` with labels in place of URIs, which earlier releases took for the names of entities that a
+    command line declared."""
+    labels = {one.name: label for one in config.served_entities if (label := _label(one)) != one.name}
+    if not labels:
+        return config
+
+    def renamed(route: Route) -> Route:
+        name = route.served_model_name
+        return msgspec.structs.replace(route, served_model_name=labels.get(name, name))
+
+    return msgspec.structs.replace(
+        config,
+        served_entities=tuple(
+            msgspec.structs.replace(
+                one,
+                name=labels.get(one.name, one.name),
+                canary_of=None if one.canary_of is None else labels.get(one.canary_of, one.canary_of),
+                asked=one.canary_of or one.name if one.name in labels else one.asked,
+            )
+            for one in config.served_entities
+        ),
+        routes=tuple(map(renamed, config.routes)),
+    )
+
+
+def _label(entity: EntityConfig) -> str:
+    """Return the name of an entity as command lines declare it now; of a canary, with its own end."""
+    if entity.canary_of is not None:
+        return label_of(entity.canary_of) + entity.name.removeprefix(entity.canary_of)
+    return label_of(entity.name)
 
 
 def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
@@ -240,7 +292,7 @@ def config_to_wire(config: EndpointConfig) -> dict[str, Any]:
         {
             key: value
             for key, value in msgspec.to_builtins(entity).items()
-            if value not in (None, {}) and key not in ("source", "follow_alias", "canary")
+            if value not in (None, {}) and key not in ("source", "follow_alias", "canary", "asked")
         }
         | ({"follow_alias": True} if entity.follow_alias else {})
         | ({"canary": msgspec.to_builtins(entity.canary)} if entity.canary is not None else {})

@@ -47,6 +47,7 @@ from ..interface.readers import (
 from ..interface.settings import GRANTED, NAME, NAME_ALLOWED, EngineSettings, PrefixSharing, check_server_engine
 from ..interface.shadow import Shadow
 from ..interface.validated_struct import Checked
+from ..model_files.entity_names import name_of_version
 from ..model_files.model_uri import by_version
 from ..modes.provisioned import check_throughput
 from .config import EndpointConfig, EntityConfig, PlacementSetting, Route, moves
@@ -142,7 +143,7 @@ _ENTITY = {
         _entity_name,
         "Traffic is routed by it, and requests can ask for it; by default the model's",
     ),
-    "entity_name": Entry(text(re.compile(f"{ENTITY_NAME.pattern}|{URI.pattern}"), _MODEL), _MODEL, required=_MODEL),
+    "entity_name": Entry(text(re.compile(r"[^\x00]{1,1000}"), _MODEL), _MODEL, required=_MODEL),  # ``check_model``
     "entity_version": Entry(_version, "A number or an alias; none with a URI"),
     "min_provisioned_throughput": _RATE,
     "max_provisioned_throughput": _RATE,
@@ -325,7 +326,7 @@ def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> Enti
     uri = URI.fullmatch(entity_name) is not None
     if uri and version:
         raise InvalidField(f"{field}.entity_version", version, "none: a URI has no version beside it")
-    if not uri and not version:
+    if not version and ENTITY_NAME.fullmatch(entity_name):
         raise InvalidField(f"{field}.entity_version", item.get("entity_version"), _VERSION_ALLOWED)
     minimum, maximum = _throughput(item, field)
     _check_following(item, maximum, field)
@@ -336,7 +337,7 @@ def _entity(item: dict[str, Any], field: str, dialects: DialectSettings) -> Enti
         allowed = "none of a shadow, which has no traffic to share: it moves at once"
         raise InvalidField(f"{field}.canary", msgspec.to_builtins(item["canary"]), allowed)
     return EntityConfig(
-        name=name_in_urls(item.get("name", _name_of(entity_name, version)), f"{field}.name"),
+        name=name_in_urls(item.get("name", name_of_version(entity_name, version)), f"{field}.name"),
         entity_name=entity_name,
         entity_version=version,
         min_provisioned_throughput=minimum,
@@ -392,6 +393,18 @@ def _without_canaries(
     return kept, found | {"traffic_config": found["traffic_config"] | {"routes": merged}}
 
 
+def check_model(entity: EntityConfig, field: str, present: EndpointConfig | None) -> None:
+    """Raise ``InvalidField`` for a model that may only be named on a command line, such as one of a hub.
+
+    If the endpoint's ``present`` config has it, because a command line declared it, an update may keep it.
+    """
+    name = entity.entity_name
+    if ENTITY_NAME.fullmatch(name) or URI.fullmatch(name):
+        return
+    if present is None or entity.uri not in {one.uri for one in present.served_entities}:
+        raise InvalidField(f"{field}.entity_name", name, _MODEL)
+
+
 def check_placement(entity: EntityConfig, field: str) -> None:
     """Raise ``InvalidField`` for settings that do not go with where the engines of ``entity`` run."""
     if not entity.is_hosted:
@@ -409,11 +422,6 @@ def check_placement(entity: EntityConfig, field: str) -> None:
     if entity.scale_to_zero_enabled:
         allowed = "false with placement 'hosts': it is for a gateway's own engines"
         raise InvalidField(f"{field}.scale_to_zero_enabled", True, allowed)
-
-
-def _name_of(entity_name: str, version: str) -> str:
-    made = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{entity_name}-{version}".replace("@", ""))
-    return made.strip("-_")[-63:].strip("-_")
 
 
 def _throughput(item: dict[str, Any], field: str) -> tuple[int | None, int | None]:

@@ -16,7 +16,7 @@ from ..metering.accounts.audit import Actor
 from ..metering.accounts.limits import delete_limits_of_endpoint
 from ..metering.store.store import Store
 from ..metering.store.tables import endpoint_configs, endpoint_tags, endpoints, limits, payloads
-from .config import EndpointConfig, EntityConfig
+from .config import EndpointConfig, EntityConfig, with_labels
 
 MAX_MESSAGE = 4096
 
@@ -143,7 +143,8 @@ def content_hash(config: EndpointConfig) -> str:
 
 
 def decode_config(text: str) -> EndpointConfig:
-    return msgspec.json.decode(text, type=EndpointConfig)
+    """Return a stored config, also one of an earlier release."""
+    return with_labels(msgspec.json.decode(text, type=EndpointConfig))
 
 
 def stored_config(connection: sa.Connection, name: str, version: int) -> tuple[EndpointConfig, tuple[Task, ...]]:

@@ -40,7 +40,7 @@ from .config import (
     with_sources_of,
     without_canary,
 )
-from .config_body import as_written, check_placement, config_body
+from .config_body import as_written, check_model, check_placement, config_body
 from .engine_hosts import EngineHosts, Placed, placed_in
 from .events import tell
 from .following import Following
@@ -412,6 +412,8 @@ class EndpointStore:
         is ``parent``.
         """
         with as_written(body, parent):
+            for place, entity in enumerate(config.served_entities):
+                check_model(entity, f"served_entities[{place}]", before)
             elsewhere = before is not None and any(entity.is_elsewhere for entity in before.served_entities)
             placement = "hosts" if elsewhere else self._placement
             scales = {one.name: one.scale for one in before.served_entities} if elsewhere and before else {}
@@ -420,7 +422,7 @@ class EndpointStore:
             for place, entity in enumerate(entities):
                 check_placement(entity, f"served_entities[{place}]")
             found = tuple(
-                msgspec.structs.replace(entity, source=source)
+                _with_declared(msgspec.structs.replace(entity, source=source), before)
                 for entity, source in zip(entities, self._locate(entities), strict=True)
             )
             _same_tasks(found)
@@ -476,6 +478,16 @@ def _stop_canary(connection: sa.Connection, name: str, active: int, version: int
 def _there(connection: sa.Connection, caller: Caller) -> tuple[tuple[Gateway, ...], Placed]:
     """Return the gateways and the joined hosts with what is placed on them, for callers who may see them."""
     return (gateways_in(connection), placed_in(connection)) if caller.manages else ((), Placed())
+
+
+def _with_declared(entity: EntityConfig, before: EndpointConfig | None) -> EntityConfig:
+    """Return ``entity`` with what a command line has said of its model in ``before``, and no request can say."""
+    present = () if before is None else before.served_entities
+    same = next((one for one in present if one.uri == entity.uri and one.canary_of is None), None)
+    if same is None:
+        return entity
+    source = msgspec.structs.replace(entity.model, core=same.model.core)
+    return msgspec.structs.replace(entity, asked=same.asked, source=source)
 
 
 def _placed(entity: EntityConfig, placement: str, scale: Scale | None) -> EntityConfig:

@@ -12,12 +12,15 @@ SHORT_HASH_DIGITS = 12  # hexadecimal digits of a content hash that a person rea
 class ModelVersion(Struct, frozen=True, kw_only=True):
     """A version of a model. ``name`` and ``version`` are those of the registry, "" for an unregistered model.
 
-    ``content_hash`` is that of ``Bundle``: equal hashes mean equal files, whatever they are called.
+    ``content_hash`` is that of ``Bundle``: equal hashes mean equal files, whatever they are called. ``asked`` is what a
+    command line asked for, such as ``models:/assistant@champion`` or a directory, if it cannot be the name of a served
+    entity; else "".
     """
 
     name: str = ""
     version: str = ""
     content_hash: str = ""
+    asked: str = ""
 
     @staticmethod
     def of(uri: str, content_hash: str) -> ModelVersion:

@@ -40,12 +40,13 @@ class ReservedTime:
         self._at = 0.0
         self._minutes = ProvisionedMinutes(store, clock=lambda: self._at)
         self._recorded: dict[tuple[str, str], tuple[int, int]] = {}
-        self._owed: dict[Minute, tuple[int, float]] = {}  # units, and when they were first held
+        # units, when they were first held, and what a command line asked for
+        self._owed: dict[Minute, tuple[int, float, str]] = {}
         self._tenants: dict[str, str] = {}
         self._retry_at = 0.0
 
-    def hold(self, endpoint: str, entity: str, units: int) -> None:
-        """Note that ``units`` tokens/s are reserved now."""
+    def hold(self, endpoint: str, entity: str, units: int, asked: str = "") -> None:
+        """Note that ``units`` tokens/s are reserved now; ``asked`` is another name of the entity in prices."""
         if units < 1:
             return
         now = self._now()
@@ -53,7 +54,7 @@ class ReservedTime:
         if (last := self._recorded.get((endpoint, entity))) is None or last[0] != minute or last[1] < units:
             self._recorded[endpoint, entity] = (minute, units)
             if len(self._owed) < MAX_BACKLOG_MINUTES:
-                self._owed[Minute(endpoint, entity, minute)] = (units, now)
+                self._owed[Minute(endpoint, entity, minute)] = (units, now, asked)
         self._settle()
 
     def forget(self, endpoint: str, entity: str) -> None:
@@ -64,11 +65,13 @@ class ReservedTime:
     def _settle(self) -> None:
         if not self._owed or self._now() < self._retry_at:
             return
-        for minute, (units, at) in list(self._owed.items()):
+        for minute, (units, at, asked) in list(self._owed.items()):
             self._at = at
             try:
                 tenant = self._tenant(minute.endpoint)
-                self._minutes.record(tenant=tenant, endpoint=minute.endpoint, entity=minute.entity, units=units)
+                self._minutes.record(
+                    tenant=tenant, endpoint=minute.endpoint, entity=minute.entity, units=units, asked=asked
+                )
             except Unavailable as error:
                 logger.warning("reserved time waits for the store: %s", error)
                 self._retry_at = self._now() + RETRY_SECONDS

@@ -224,7 +224,7 @@ class PlanFollower:
             default_adapter=source.bundle.default_adapter,
             defaults=defaults_of(source.defaults),
             profile=profile_in(mode, profile),
-            names=(entity.config.name,),
+            names=tuple(filter(None, (entity.config.name, entity.config.asked))),
             version=version_of(source.uri),
         )
         return ServedEntity(
@@ -237,9 +237,10 @@ class PlanFollower:
             prefix_sharing=planned.prefix_sharing,
             payload_log=planned.payload_log,
             guardrails=planned.guardrails or NO_GUARDRAILS,
-            identity=source.identity,
+            identity=entity.config.identity,
             shadow=entity.config.shadow,
             contents={one.name: one.content_hash for one in entity.adapters if one.content_hash and not one.refusal},
+            is_label=entity.config.is_label,
         )
 
     def _text(self, entity: PlannedEntity) -> TextModel:

@@ -31,7 +31,8 @@ class ServedEntity:
     ``identity`` says which model that is, in which version.
     A ``prefix_sharing`` of None means the server's setting; without ``payload_log`` no text is kept. ``shadows`` are
     the entities that get copies of its requests, each as its ``shadow`` says; requests cannot name them. ``contents``
-    has the hashes of adapters that were loaded at run time, by their names.
+    has the hashes of adapters that were loaded at run time, by their names. ``is_label`` says that the name was made
+    of what a command line asked for.
     """
 
     endpoint: str
@@ -47,6 +48,7 @@ class ServedEntity:
     shadow: Shadow | None = None
     shadows: tuple[ServedEntity, ...] = ()
     contents: Mapping[str, str] = field(default_factory=dict)
+    is_label: bool = False
 
     def adapter_hash(self, adapter: str | None) -> str:
         """Return the hash of an adapter's content; "" for none, and for one that came with the model."""
@@ -75,9 +77,11 @@ class ServedEntity:
     def entity_shown_to(self, caller: Caller) -> str:
         """Return the served model's name as ``caller`` may see it.
 
-        If the name is a URI or path, only callers with the scope ``manage`` see it; others see the endpoint's name.
+        If the name is a URI or path, or was made of one, only callers with the scope ``manage`` see it; others see the
+        endpoint's name.
         """
-        return self.entity if caller.manages or NAME.fullmatch(self.entity) else self.endpoint
+        is_open = not self.is_label and NAME.fullmatch(self.entity)
+        return self.entity if caller.manages or is_open else self.endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,12 @@ class ServedEndpoint:
         if sticky_key is None and self.sticky and caller != ANONYMOUS.key_id:
             sticky_key = caller
         return self.entities[self.split.choose(sticky_key)]
+
+    def called(self, name: str) -> ServedEntity | None:
+        """Return the entity of this name, or the one that a command line asked for by it; None if there is none."""
+        if (found := self.entities.get(name)) is not None:
+            return found
+        return next((one for one in self.entities.values() if name and one.identity.asked == name), None)
 
     @property
     def first(self) -> ServedEntity:
@@ -250,7 +260,8 @@ class ServedEndpoints:
     def _known(self, called: str) -> _Address | None:
         """Return what ``called`` names without aliases, or None."""
         if address := self._named(called):
-            return address
+            is_label = address.entity is not None and address.entity.is_label  # names that somebody gave come first
+            return (self._with_adapter(called) if is_label else None) or address
         name, colon, adapter = called.rpartition(":")
         if colon and (address := self._named(name)):
             return replace(address, adapter=adapter, called=name)
@@ -268,7 +279,8 @@ class ServedEndpoints:
 
     def _narrow(self, address: _Address, called: str | None, model: str) -> _Address:
         """Narrow ``address``, which the path names as ``called``, to what the body's ``model`` names."""
-        if entity := address.endpoint.entities.get(model):
+        entity = address.endpoint.called(model)
+        if entity is not None and not (entity.is_label and model in self.adapters_of(entity)):
             return replace(address, entity=entity)
         wanted = self._resolve(model)
         if wanted.endpoint is not address.endpoint or address.adapter not in (None, wanted.adapter):
@@ -280,11 +292,11 @@ class ServedEndpoints:
     def _named(self, name: str) -> _Address | None:
         if served := self._by_name.get(name):
             return _Address(endpoint=served)
-        found = [served for served in self._by_name.values() if name in served.entities]
+        found = [(served, entity) for served in self._by_name.values() if (entity := served.called(name)) is not None]
         if len(found) > 1:
-            owners = " and ".join(served.name for served in found)
+            owners = " and ".join(served.name for served, _ in found)
             raise InvalidField("model", name, f"the name of an endpoint: {owners} have a served entity of this name")
-        return _Address(endpoint=found[0], entity=found[0].entities[name]) if found else None
+        return _Address(endpoint=found[0][0], entity=found[0][1]) if found else None
 
     def _only(self) -> ServedEndpoint:
         if len(self) != 1:

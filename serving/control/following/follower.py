@@ -134,7 +134,8 @@ class AliasFollower:
             for entity in config.served_entities:
                 if entity.follow_alias:
                     seen = self._endpoints.following.seen() if seen is None else seen
-                    last = seen.get((state.name, entity.name))
+                    # an earlier release remembered it by what the command line asked for
+                    last = seen.get((state.name, entity.name)) or seen.get((state.name, entity.asked))
                     yield Followed(endpoint=state, version=version, config=config, entity=entity, seen=last)
 
     # on the thread: what the registry says

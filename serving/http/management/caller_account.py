@@ -18,6 +18,7 @@ from ...metering.accounts.accounts import Accounts
 from ...metering.accounts.limits import plain
 from ...metering.accounts.money import currency
 from ...metering.accounts.prices import plain as plain_price
+from ...metering.accounts.prices import price_names
 from ...metering.accounts.reply_types import AccountInfo
 from ...metering.accounts.windows import UNITS
 from ...metering.ledger.ledger import Ledger
@@ -105,7 +106,7 @@ def _prices(server: WorkerState, ledger: Ledger, request: Request) -> list[dict[
         {
             "endpoint": entity.endpoint,
             "served_model": entity.entity_shown_to(request.caller),
-            **plain_price(ledger.prices.at(entity.entity, now)),
+            **plain_price(ledger.prices.at(price_names(entity.entity, entity.identity, entity.endpoint), now)),
         }
         for entity in server.endpoints.seen_by(request.caller).entities()
     ]

@@ -12,6 +12,7 @@ import msgspec
 import sqlalchemy as sa
 
 from ...interface.errors import InvalidField, NotFound
+from ...model_files.entity_names import label_of
 from ...model_files.model_version import ModelVersion
 from ..store.store import Store
 from ..store.tables import endpoint_configs, endpoints, tenants
@@ -219,7 +220,8 @@ class Accounts:
             for entity in msgspec.json.decode(text)["served_entities"]:
                 uri = (entity.get("source") or {}).get("uri") or ""
                 version = ModelVersion.of(uri, "")
-                found |= {entity["name"], version.label, version.name} - {""}
+                asked = entity.get("asked", "")
+                found |= {label_of(entity["name"]), entity["name"], asked, version.label, version.name} - {""}
         return found
 
     def get_currency(self) -> dict[str, Any]:

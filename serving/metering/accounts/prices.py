@@ -28,17 +28,16 @@ ANY = "*"
 def price_names(entity: str, model: ModelVersion, endpoint: str, *, background: bool = False) -> tuple[str, ...]:
     """Return the names that the price of a request may be set by, the closest first.
 
-    They are the served entity (for a canary also the one it is of), the registered version (``assistant/3``), the
-    registered model (``assistant``), and the endpoint: a model has a name whichever way it was served. For a request of
-    a batch, each of them with ``BATCH`` before it, and that of all models, come first (``batch:assistant``,
-    ``batch:*``).
+    They are the served entity (for a canary also the one it is of), what a command line asked for, the registered
+    version (``assistant/3``), the registered model (``assistant``), and the endpoint: a model has a name whichever way
+    it was served. For a request of a batch, each of them with ``BATCH`` before it, and that of all models, come first
+    (``batch:assistant``, ``batch:*``).
     """
-    names: tuple[str, ...] = (entity, model.label, model.name, endpoint)
-    if (original := base_name(entity)) is not None:
-        names = (entity, original, *names[1:])
+    known = (entity, base_name(entity), model.asked, model.label, model.name, endpoint)
+    names = tuple(name for name in known if name)
     if not background:
         return names
-    return (*(f"{BATCH}{name}" for name in (*filter(None, names), ANY)), *names)
+    return (*(f"{BATCH}{name}" for name in (*names, ANY)), *names)
 
 
 class Prices:

@@ -27,14 +27,20 @@ class ProvisionedMinutes:
         self._prices = prices or Prices(store, clock=clock)
         self._clock = clock
 
-    def record(self, *, tenant: str, endpoint: str, entity: str, units: int) -> int:
-        """Bill the current minute for ``units`` and return the micro-units added, 0 if it was billed already."""
+    def record(self, *, tenant: str, endpoint: str, entity: str, units: int, asked: str = "") -> int:
+        """Bill the current minute for ``units`` and return the micro-units added, 0 if it was billed already.
+
+        ``asked`` is what a command line asked for, by which the price may be set too. An earlier release has billed the
+        entity by that name, perhaps this minute.
+        """
         now = self._clock()
-        minute, price = int(now) // 60, self._prices.at((entity, endpoint), now).unit_minute
+        minute, price = int(now) // 60, self._prices.at((entity, asked, endpoint), now).unit_minute
         row = {"endpoint": endpoint, "entity": entity, "minute": minute, "tenant": tenant}
 
         def work(connection: sa.Connection) -> int:
             self._store.lock_ledger(connection)  # since windows are rebuilt from minutes too
+            if asked and units <= _units(connection, endpoint, asked, minute):
+                return 0
             blank = self._store.insert(provisioned_minutes).values(**row, units=0, unit_price=price, cost=0)
             connection.execute(blank.on_conflict_do_nothing())
             table = provisioned_minutes.c
@@ -50,6 +56,13 @@ class ProvisionedMinutes:
             return int(added)
 
         return self._store.write(work)
+
+
+def _units(connection: sa.Connection, endpoint: str, entity: str, minute: int) -> int:
+    """Return the units of an entity that are billed for a minute; 0 for none."""
+    table = provisioned_minutes.c
+    this = sa.and_(table.endpoint == endpoint, table.entity == entity, table.minute == minute)
+    return connection.execute(sa.select(table.units).where(this)).scalar_one_or_none() or 0
 
 
 def _spend(connection: sa.Connection, subject: tuple[str, str], at: int, money: int) -> None:

@@ -46,9 +46,9 @@ def declared() -> EndpointConfig:
 
 
 def test_a_command_line_alias_is_served_by_its_version(registry: dict[str, str]) -> None:
-    """The entity keeps the name that was given, which prices and metrics know; its model has the version's."""
+    """The entity is called after the alias, and keeps what was asked for; its model has the version's name."""
     (entity,) = declared().served_entities
-    assert (entity.name, entity.entity_version) == (URI, "champion")
+    assert (entity.name, entity.asked, entity.entity_version) == ("assistant-champion", URI, "champion")
     assert (entity.model.uri, entity.model.identity.label) == ("models:/assistant/7", "assistant/7")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from mlflow_llm.serving.interface.events import Event, Failed, Finished, Tokens
 from mlflow_llm.serving.interface.request import LoraTask, Sampling, Sequence, ValidRequest
 from mlflow_llm.serving.interface.settings import EngineSettings
 from mlflow_llm.serving.metering.accounts.authorization import Caller
+from mlflow_llm.serving.model_files.model_version import ModelVersion
 from mlflow_llm.serving.routing.load_shedding import LoadShedder
 from mlflow_llm.serving.routing.model_aliases import ModelAliases
 from mlflow_llm.serving.routing.replica_set import ReplicaSet
@@ -413,3 +415,47 @@ def test_an_alias_of_nothing_is_an_unknown_name(endpoints: ServedEndpoints) -> N
     for called in ("a1", "a1:pirate", "a2:pirate"):
         with pytest.raises(NotFound, match="no endpoint is called"):
             endpoints.find(called)
+
+
+def declared_by_uri(
+    endpoints: ServedEndpoints, name: str, entity: str, uri: str, adapters: tuple[str, ...]
+) -> ServedEndpoint:
+    """Return an endpoint that a command line declares with ``uri``, of which the entity's name is made."""
+    like = endpoints.route("chat", "a")[0]
+    view = dataclasses.replace(like.view, name=name, adapters=adapters, names=(entity,))
+    served = dataclasses.replace(
+        like, endpoint=name, entity=entity, view=view, identity=ModelVersion(asked=uri), is_label=True
+    )
+    return ServedEndpoint(name=name, entities={entity: served})
+
+
+def test_a_declared_entity_is_found_by_its_name_and_by_what_was_asked_for(endpoints: ServedEndpoints) -> None:
+    """A client that names the model's URI goes on; a name that was made gives way to an adapter and an endpoint."""
+    found = ServedEndpoints()
+    found.replace(
+        (
+            declared_by_uri(endpoints, "talk", "assistant-champion", "models:/assistant@champion", ("pirate",)),
+            declared_by_uri(endpoints, "small", "pirate", "/srv/models/pirate", ("other",)),
+            declared_by_uri(endpoints, "large", "talk", "/srv/models/talk", ("talk",)),
+        )
+    )
+    for name in ("assistant-champion", "models:/assistant@champion"):
+        assert found.route(name)[0].entity == "assistant-champion"
+        assert found.route("talk", name)[0].entity == "assistant-champion"
+        assert found.route(f"{name}:pirate") == (found.route("talk")[0], "pirate")
+    assert found.route("pirate") == (found.route("talk")[0], "pirate")
+    assert found.route("small", "pirate") == (found.route("small")[0], None)
+    assert found.route("/srv/models/pirate")[0].endpoint == "small"
+    assert found.route("talk")[0].endpoint == "talk"
+    assert found.route("large", "large:talk") == (found.route("large")[0], "talk")
+    with pytest.raises(NotFound):
+        found.route("")
+
+
+def test_a_name_made_of_a_path_is_shown_to_who_manages(endpoints: ServedEndpoints) -> None:
+    """Others see the endpoint's name, as they do instead of the path; a name that somebody gave is for all."""
+    made = declared_by_uri(endpoints, "talk", "secret", "/srv/models/secret", ()).first
+    user = Caller(key_id="k", tenant="t", scopes=("invoke",))
+    manager = Caller(key_id="k", tenant="t", scopes=("manage",))
+    assert [made.entity_shown_to(caller) for caller in (user, manager)] == ["talk", "secret"]
+    assert dataclasses.replace(made, is_label=False).entity_shown_to(user) == "secret"

@@ -125,7 +125,7 @@ def test_an_alias_is_followed_by_canaries(server: Running, registry: MlflowClien
     asked for, and is taken back."""
     registry.set_registered_model_alias("assistant", "champion", "2")
     seen = asked_until(server, ["active", "promoted", "superseded"])
-    base = "models:/assistant@champion"
+    base = "assistant-champion"
     assert {name.partition("~")[0] for name, _ in seen} == {base}
     assert len({name for name, _ in seen}) == 2
     assert {status for _, status in seen} == {200}

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from mlflow_llm.serving.control.fleet import Fleet
 from mlflow_llm.serving.control.following.alias_process import Target
@@ -22,6 +23,7 @@ from mlflow_llm.serving.interface.bundle import Bundle
 from mlflow_llm.serving.interface.canary import Canary, EntityCounts, base_name
 from mlflow_llm.serving.interface.errors import InvalidField, PackagingError
 from mlflow_llm.serving.metering import Store
+from mlflow_llm.serving.metering.store.tables import followed_aliases
 
 CANARY = {"traffic_percentage": 10, "duration_s": 600, "min_requests": 10, "max_error_rate": 0.1}
 POLL = 60.0
@@ -344,7 +346,8 @@ def test_a_command_line_that_starts_moves_no_followed_alias(place: Place) -> Non
 
     def declared(version: str, **more: Any) -> EndpointConfig:
         entity = EntityConfig(
-            name="models:/assistant@champion",
+            name="assistant-champion",
+            asked="models:/assistant@champion",
             entity_name="assistant",
             entity_version="champion",
             follow_alias=True,
@@ -367,6 +370,23 @@ def test_a_command_line_that_starts_moves_no_followed_alias(place: Place) -> Non
     place.run()
     assert (place.serves, place.config.sticky) == ({"1": 100}, True)
     assert place.endpoints.get("chat")["config_origin"] == "command_line"
+
+
+def test_what_a_release_before_has_rolled_back_is_not_tried_again(place: Place) -> None:
+    """It remembered the version by what the command line asked for, which was the name of the entity."""
+    given = {"name": "models:/assistant@champion", "entity_name": "assistant", "entity_version": "champion"}
+    entity = EntityConfig(**given, follow_alias=True, canary=Canary(**CANARY), source=place.source("1"))
+    routes = (Route(served_model_name=entity.name, traffic_percentage=100),)
+    place.endpoints.declare("chat", EndpointConfig(served_entities=(entity,), routes=routes))
+    place.run()
+    place.move("2")
+    place.answer(10, errors=10)
+    place.run(1)
+    assert (place.serves, place.config.served_entities[0].name) == ({"1": 100}, "assistant-champion")
+    named = sa.update(followed_aliases).values(entity=entity.name)
+    assert place.store.write(lambda connection: connection.execute(named).rowcount) == 1
+    place.run(3 * POLL)
+    assert (place.serves, len(place.history())) == ({"1": 100}, 3)
 
 
 def test_a_new_leader_goes_on_with_a_canary(place: Place) -> None:

@@ -105,7 +105,7 @@ def test_an_account_shows_what_is_left_of_each_limit(
 def test_an_account_shows_own_keys_and_prices(get: Get, books: tuple[Ledger, dict[str, str], dict[str, str]]) -> None:
     """A key sees itself, with the scope "usage" its tenant's keys, and the prices of what it may see; no secret."""
     ledger, secrets, ids = books
-    ledger.prices.set("*", Price(input=2_000_000, cached=1_000_000, output=3_000_000))
+    ledger.prices.set("assistant", Price(input=2_000_000, cached=1_000_000, output=3_000_000))  # by its endpoint
     found = get("worker", ACCOUNT).json
     assert [key["key_id"] for key in found["keys"]] == [ids["worker"]]
     assert {key["key_id"] for key in get("reader", ACCOUNT).json["keys"]} == {ids["worker"], ids["reader"]}

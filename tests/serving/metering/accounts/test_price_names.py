@@ -25,6 +25,18 @@ def test_the_closest_name_counts(store) -> None:
         assert Prices(store).at(names, 1001.0).input == amount  # another process, which has cached nothing
 
 
+def test_what_a_command_line_asked_for_is_a_name(store) -> None:
+    """The served entity has another name then, which comes first; its canary pays the same."""
+    asked = msgspec.structs.replace(MODEL, asked=ENTITY)
+    assert price_names("assistant-champion", asked, ENDPOINT)[:3] == ("assistant-champion", ENTITY, "assistant/3")
+    prices = Prices(store, clock=lambda: 1000.0)
+    prices.set(ENTITY, Price(input=5))
+    prices.set("assistant", Price(input=3))
+    for name in ("assistant-champion", "assistant-champion~2-3fa0"):
+        assert prices.at(price_names(name, asked, ENDPOINT), 1001.0).input == 5
+    assert prices.at(price_names("assistant-3", MODEL, ENDPOINT), 1001.0).input == 3
+
+
 def test_an_unregistered_model_is_priced_by_its_endpoint(store) -> None:
     """A directory has no registered name: its endpoint's price holds, and never one of the empty name."""
     prices = Prices(store, clock=lambda: 1000.0)

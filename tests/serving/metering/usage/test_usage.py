@@ -135,6 +135,21 @@ def test_a_provisioned_minute_is_billed_once_by_its_most_units(store, ledger, cl
     check_integrity(store)
 
 
+def test_a_provisioned_minute_has_the_price_of_what_was_asked_for(store, ledger, clock):
+    """Also after an upgrade in the middle of a minute, which an earlier release has billed by that name."""
+    minutes = ProvisionedMinutes(store, clock=clock)
+    ledger.prices.set("/srv/models/m", Price(unit_minute=7))
+    ledger.prices.set("chat", Price(unit_minute=3))
+    here = {"tenant": "acme", "endpoint": "chat"}
+    assert minutes.record(**here, entity="/srv/models/m", units=10) == 70
+    now = {"entity": "m", "asked": "/srv/models/m"}
+    assert minutes.record(**here, **now, units=10) == 0
+    clock.now += 60
+    assert [minutes.record(**here, **now, units=units) for units in (10, 12)] == [70, 14]
+    assert minutes.record(**here, entity="other", units=1) == 3
+    check_integrity(store)
+
+
 def test_provisioned_minutes_spend_the_budget(store, ledger, clock, reserve_of):
     """A window that is there already takes a minute's money, too."""
     ledger.prices.set("*", Price(input=1_000_000, unit_minute=1))
