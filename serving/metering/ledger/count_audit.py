@@ -24,8 +24,11 @@ log = logging.getLogger(__name__)
 
 AUDIT_SECONDS = 60.0
 """After this time the journals of all engines of a request have been read."""
-LOOK_BACK_SECONDS = 3600
-"""A process looks at rows that began so long before it: who settled them may have ended before it looked again."""
+LOOK_BACK_SECONDS = 7200
+"""A process looks at rows that began so long before, by clocks that may be wrong: who settled them may have ended
+before it looked again."""
+LOOK_AGAIN_SECONDS = 600.0
+"""How often it does so: a process that settles and ends may have begun before all that go on."""
 BATCH_ROWS = 200
 MAX_WAITING = 1_000_000
 BILLED_BELOW_RECEIVED = "billed_below_received"
@@ -59,14 +62,14 @@ _assume = (
 
 
 class CountAudit:
-    """The audit of the rows that one process settles, and once, when it begins, of those that others settled before.
+    """The audit of the rows that one process settles and, when it begins and from time to time, of those of others.
 
     ``on_violation`` is called with the name of each broken rule.
     """
 
     def __init__(self, store: Store, *, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
         self._store, self._clock, self._monotonic = store, clock, monotonic
-        self._looked_back = False
+        self._looks_back_at = monotonic()
         self._due: deque[tuple[float, str]] = deque()
         self.on_violation: Callable[[str], object] = lambda rule: None
 
@@ -82,12 +85,12 @@ class CountAudit:
 
     def run(self) -> int:
         """Look at the rows that are due, and return how many were corrected."""
-        if not self._looked_back:
+        if self._monotonic() >= self._looks_back_at:
             since = int((self._clock() - LOOK_BACK_SECONDS) * 1000)
             found = self._store.read(lambda connection: connection.execute(_earlier, {"since": since}).scalars().all())
             for request_id in found:
                 self.settled(request_id)
-            self._looked_back = True
+            self._looks_back_at = self._monotonic() + LOOK_AGAIN_SECONDS
         corrected = 0
         while ids := self._next():
             corrected += self._look_at(ids)

@@ -83,6 +83,21 @@ def test_counts_that_arrive_late_replace_what_was_assumed(ledger, store, clock, 
         assert counts(store) == {"r1": (5, expected)}
 
 
+def test_rows_of_a_process_that_ended_are_looked_at_by_those_that_began_before_it(
+    ledger, store, tmp_path, clock, reserve_of, broken
+):
+    """A row whose process ends within the minute is corrected by a process that runs all along."""
+    ledger.maintain()
+    ended = Ledger(store, state_dir=tmp_path / "state", clock=clock, monotonic=clock)
+    ended.reserve(reserve_of("r1")).settle(completion=5)
+    ended.close()
+    clock.now += count_audit.LOOK_AGAIN_SECONDS
+    ledger.maintain()
+    after_a_minute(ledger, clock)
+    assert counts(store) == {"r1": (5, 5)}
+    assert broken == {"generated_unknown": 1}
+
+
 def test_embeddings_generate_nothing(ledger, store, clock, reserve_of, broken):
     """Rows of pooled tasks have no count of an engine and need none."""
     ledger.reserve(reserve_of("r1", task="embeddings", max_output_tokens=0)).settle()
