@@ -358,7 +358,7 @@ class Ledger:
 
         SQLite runs one transaction at a time, so that all of them do.
         """
-        return "" if self.store.is_sqlite else tenant
+        return "" if self.store.takes_turns else tenant
 
     def _reserve_all(self, asked: Sequence[Asked]) -> list[Reply]:
         """Admit a group of reservations, and return for each what became of it. Raises ``Unavailable``."""
@@ -479,8 +479,10 @@ class Ledger:
 
     def close_lease(self, lease: Lease, owner: LeaseOwner, slot: int, settlement: Settlement) -> None:
         """Settle in the store, else in the spool, else (if the disk is full) keep it in memory for ``maintain``."""
-        self._open.pop(lease.request_id, None)
-        self._settle_or_spool(owner, slot, settlement, lease.reservation.tenant)
+        try:
+            self._settle_or_spool(owner, slot, settlement, lease.reservation.tenant)
+        finally:  # until then an end of the process leaves its counts to recovery
+            self._open.pop(lease.request_id, None)
 
     def drop_lease(self, lease: Lease, owner: LeaseOwner, slot: int) -> None:
         """Forget a lease whose settlement was not left to the ledger (``Lease.hold``)."""
@@ -689,12 +691,14 @@ class Ledger:
                 target=self._upkeep, args=(interval, self._stop), name="ledger-upkeep", daemon=True
             )
             self._thread.start()
-            if not self.store.is_sqlite:
-                self._slices.is_lending = True
-                self._lending = threading.Thread(
-                    target=self._lend, args=(self._stop,), name="ledger-lending", daemon=True
-                )
-                self._lending.start()
+            self.start_lending()
+
+    def start_lending(self) -> None:
+        """Do rounds of lending on a daemon thread until the end, which ``start`` does too."""
+        if not self.store.takes_turns and self._lending is None:
+            self._slices.is_lending = True
+            self._lending = threading.Thread(target=self._lend, args=(self._stop,), name="ledger-lending", daemon=True)
+            self._lending.start()
 
     def lend(self) -> bool:
         """Do one round of lending, as ``start`` does several times a second: report what was charged to slices, get and
@@ -703,7 +707,7 @@ class Ledger:
         Only with PostgreSQL, where processes of many hosts share windows; SQLite takes one transaction at a time, and
         each sees all windows.
         """
-        if self.store.is_sqlite:
+        if self.store.takes_turns:
             return False
         self._slices.is_lending = not self._is_ending
         return self._lender.round()
@@ -711,7 +715,8 @@ class Ledger:
     def _lend(self, stop: threading.Event) -> None:
         busy = False
         while not stop.is_set():
-            self._slices.wanted.wait(LEND_SECONDS if busy else 1.0)
+            self._slices.wanted.wait(LEND_SECONDS if busy else None)
+            busy = True  # if it fails, it is tried again
             try:
                 busy = self.lend()
             except NoRoom:
@@ -768,7 +773,7 @@ class Ledger:
             self._lending.join(timeout=10)
         self._lending = None
         self._slices.close()
-        if self.store.is_sqlite or self._owner is None or self._owner.pid != os.getpid():
+        if self.store.takes_turns or self._owner is None or self._owner.pid != os.getpid():
             return
         with contextlib.suppress(Unavailable):
             self._lender.round()

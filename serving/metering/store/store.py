@@ -88,6 +88,8 @@ class Store:
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self.has_clock = not self.is_sqlite
         """Whether the database has a clock, which is then that of all hosts."""
+        self.takes_turns = self.is_sqlite
+        """Whether it runs one writing transaction at a time, so that lending parts of limits would spare nothing."""
         self._synchronous = str(parsed.query.get("synchronous", "NORMAL")).upper()
         if self._synchronous not in {"NORMAL", "FULL", "EXTRA"}:
             raise NoStore(url, f"synchronous: {self._synchronous!r} is not NORMAL, FULL or EXTRA")

@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
+from ...metering.store.identity import ensure_identity
 from ...metering.store.store import Store
 from ...metering.store.tables import metadata
 from .hosts import Process
 from .machine import Machine
+from .translation import add_functions, translated
 
 T = TypeVar("T")
 _KEPT = {"identity", "prices", "audit"}
@@ -60,11 +62,13 @@ class Database:
         self._lent: list[Store] = []
         self._connections: list[_Connection] = []
         self.store = Store(f"sqlite:///{self.path}")
+        self._identity = ensure_identity(self.store).store_id  # what a first schedule made, later ones would find
         self._observer = sqlite3.connect(self.path, isolation_level=None)
         self._observer.row_factory = sqlite3.Row
 
     def begin(self, machine: Machine, *, has_clock: bool) -> None:
-        """Empty the database for a schedule; with ``has_clock`` it has one for all hosts, as PostgreSQL does."""
+        """Empty the database for a schedule; with ``has_clock`` it has one for all hosts and lends slices of limits, as
+        on PostgreSQL."""
         for store in self._lent:
             store.engine.dispose()
         for connection in self._connections:
@@ -77,7 +81,7 @@ class Database:
                 self._observer.execute(f"DELETE FROM {table.name}")
         self._observer.execute("COMMIT")
         self.machine, self.faults, self.away_until, self.has_clock = machine, Faults(), 0.0, has_clock
-        self.store.has_clock = has_clock
+        self.store.has_clock, self.store.takes_turns = has_clock, not has_clock
         self.version = 0
 
     def query(self, sql: str) -> list[sqlite3.Row]:
@@ -89,11 +93,12 @@ class Database:
         opened = self._free.pop() if self._free else self._open()
         self._lent.append(opened)
         opened.engine.dispose()
-        opened.has_clock = self.has_clock
+        opened.has_clock, opened.takes_turns = self.has_clock, not self.has_clock
         return opened
 
     def _open(self) -> Store:
         opened = Store(f"sqlite:///{self.path}", run=self._run)
+        opened.expect(self._identity)
         opened.engine.dispose()
         sa.event.listen(opened.engine, "do_connect", self._connect)
         sa.event.listen(opened.engine, "handle_error", _note_disconnect)
@@ -104,6 +109,7 @@ class Database:
         process = self.machine.seam()
         self._check_way(process)
         connection = sqlite3.connect(self.path, timeout=0, check_same_thread=False, factory=_Connection)
+        add_functions(connection)
         connection.database = self
         self._connections.append(connection)
         if process is not None:
@@ -253,7 +259,7 @@ class _Cursor(sqlite3.Cursor):
             sql, parameters = "SELECT ?", (connection.database.now(),)
         if sql.startswith("BEGIN"):
             connection.changes = connection.total_changes
-        super().execute(sql, parameters)
+        super().execute(translated(sql), parameters)
         return self
 
     def executemany(self, sql: str, parameters: Any) -> _Cursor:

@@ -25,7 +25,7 @@ class Disk:
         self.fails = 0.0
         """The share of syncs that fail."""
         self.lies = False
-        """Whether syncs return before anything is on the disk."""
+        """Whether syncs return before anything is on the disk, as behind a cache that loses its power."""
         self._draw = draw
         self._bytes: dict[int, bytes] = {}  # by inode: a file at its last fsync
         self._names: dict[int, dict[str, int]] = {}  # by inode: a directory's entries at its last

@@ -42,6 +42,10 @@ class Request:
     power_lost: bool = False
     in_memory: bool = False
     """Whether the host's disk took nothing at some time, so that its settlement may have been kept in memory."""
+    unsynced: bool = False
+    """Whether the host's disk said at some time that it had what a loss of power takes from it."""
+    beyond: frozenset[tuple[str, str, str]] = frozenset()
+    """The soft limits that it goes beyond, as its admission says: scope, subject, kind."""
 
 
 class Engine:
@@ -105,6 +109,7 @@ class Gateway:
                 )
             except Unavailable:
                 self._scheduler.sleep(5.0)
+        self.ledger.start_lending()
         while not self.is_closing:
             self._is_busy = True
             with contextlib.suppress(Unavailable):
@@ -136,6 +141,7 @@ class Gateway:
             request.outcome = "refused"
             return
         request.outcome = "admitted"
+        request.beyond = frozenset((limit.scope, limit.subject, limit.kind) for limit in lease.beyond)
         with contextlib.suppress(GreenletExit, Aborted, _Failure):
             try:
                 with lease:

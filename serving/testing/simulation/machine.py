@@ -20,16 +20,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ...metering import ledger, store
-from ...metering.ledger import store_clock
+from ...metering.ledger import count_audit, slices, store_clock
+from ...metering.ledger import ledger as ledger_module
 from ...metering.store import group_commit
 from .hosts import Process
-from .scheduler import Event, Lock, Scheduler
+from .scheduler import Actor, Event, Lock, Scheduler
 
 _PACKAGE = __name__.partition(".testing")[0]
 _METERING = f"{_PACKAGE}.metering"
@@ -147,13 +149,34 @@ class SimulatedTime(_Module):
 
 
 class SimulatedThreading(_Module):
-    """``threading`` with locks and events that hand over to other actors."""
+    """``threading`` with locks and events that hand over to other actors, and with actors for threads."""
 
     def Lock(self) -> Lock:  # noqa: N802  # its name there
         return Lock(self._machine.scheduler)
 
     def Event(self) -> Event:  # noqa: N802  # its name there
         return Event(self._machine.scheduler)
+
+    def Thread(self, *, target: Callable[..., object], args: tuple[Any, ...] = (), name: str, **_: Any) -> Thread:  # noqa: N802  # its name there
+        process = self._machine.process
+        assert process is not None
+        return Thread(self._machine.scheduler, process, f"{name} {process.name}", partial(target, *args))
+
+
+class Thread:
+    """A thread of a simulated process: an actor."""
+
+    def __init__(self, scheduler: Scheduler, process: Process, name: str, work: Callable[[], object]) -> None:
+        self._scheduler, self._process, self._name, self._work = scheduler, process, name, work
+        self._actor: Actor | None = None
+
+    def start(self) -> None:
+        self._actor = self._scheduler.spawn(self._name, self._process, self._work)
+
+    def join(self, timeout: float | None = None) -> None:
+        actor = self._actor
+        assert actor is not None
+        self._scheduler.wait(lambda: actor.is_done, timeout)
 
 
 class SimulatedSecrets(_Module):
@@ -201,8 +224,9 @@ def _modules() -> list[ModuleType]:
 
 
 @contextlib.contextmanager
-def simulated(machine: Machine) -> Iterator[None]:
-    """Put the simulated modules in place for the block."""
+def simulated(machine: Machine, *, lends_freely: bool = False) -> Iterator[None]:
+    """Put the simulated modules in place for the block. With ``lends_freely``, callers get slices of limits for one
+    request a second and keep them for longer, since a schedule has few."""
     threads = SimulatedThreading(machine, threading)
     stands: dict[str, Any] = {
         "os": SimulatedOs(machine, os),
@@ -230,6 +254,11 @@ def simulated(machine: Machine) -> Iterator[None]:
                     replace(module, name, stand)
         replace(store_clock, "boot_id", boot_id)
         replace(group_commit, "make_signal", threads.Event)
+        replace(count_audit, "LOOK_AGAIN_SECONDS", 100.0)  # within the upkeep of a schedule's end
+        if lends_freely:
+            replace(slices, "WANTED_PER_SECOND", 1)
+            replace(slices, "IDLE_SECONDS", 8.0)
+            replace(ledger_module, "LEND_SECONDS", 1.0)
         yield
     finally:
         for module, name, value in reversed(replaced):

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+import msgspec
 from greenlet import GreenletExit
 from msgspec import Struct
 
 from ...interface.errors import Unavailable
-from ...metering.accounts.limits import Limits
+from ...metering.accounts.limits import Bound, Limits
 from ...metering.ledger.lease import Bucket
 from ...metering.ledger.offline_settlement import settle_ended
 from ...system.journal import Journal
@@ -75,18 +76,23 @@ class Schedule:
         self._pid = 100
         self._errors = _Errors()
         self._bucket: Bucket | None = None
+        self._is_busy = False
+        """Whether it has callers with slices of limits."""
+        self._limit_scale = 1
+        self._can_repeat = False
         self._kinds = self._drawn_kinds()
 
     def run(self) -> Outcome:
         failure = ""
         self.database.begin(self.machine, has_clock=self.draw.random() < 0.7)
+        self._is_busy = self.database.has_clock and self.draw.random() < 0.7
         watched = logging.getLogger(__package__.partition(".testing")[0])
         level, propagates = watched.level, watched.propagate
         watched.addHandler(self._errors)
         watched.setLevel(logging.ERROR)
         watched.propagate = False
         try:
-            with simulated(self.machine):
+            with simulated(self.machine, lends_freely=self._is_busy):
                 try:
                     self._prepare()
                     self._disturb()
@@ -131,6 +137,7 @@ class Schedule:
             self._take_database_away,
             self._fill_disk,
             self._break_disk,
+            self._lie_about_disk,
             self._set_clock,
             self._pass_time,
             self._change_limit,
@@ -143,12 +150,15 @@ class Schedule:
         for name in ("busy", "slow", "cut", "answer_lost", "commit_lost", "stuck"):
             if draw.random() < 0.3:
                 setattr(faults, name, draw.choice((0.005, 0.02, 0.1)))
-        if draw.random() < 0.2:
+                self._can_repeat |= name in ("answer_lost", "stuck")
+        if self._is_busy:
+            self._limit_scale = draw.choice((4, 20, 100))
+        elif draw.random() < 0.2:
             self._bucket = Bucket(rate=draw.randint(1, 10), prompt_weight_milli=draw.choice((100, 1000)))
         limits = Limits(self.database.store)
         for scope, subject, kind, (low, high) in LIMITS:
             if draw.random() < 0.15:
-                limits.set(scope, subject, kind, draw.randint(low, high))
+                limits.set(scope, subject, kind, self._bound(kind, low, high))
         for number in range(draw.choice((1, 2)) if self.database.has_clock else 1):
             host = Host(f"host{number}", self._root / f"host{number}", self.scheduler)
             if self.database.has_clock:
@@ -157,12 +167,17 @@ class Schedule:
             for _ in range(draw.choice((1, 2))):
                 self._start_gateway(host)
 
+    def _bound(self, kind: str, low: int, high: int) -> Bound:
+        soft = kind != "in_flight" and self.draw.random() < 0.25
+        return Bound(value=self.draw.randint(low, high) * self._limit_scale, soft=soft)
+
     def _disturb(self) -> None:
         """Send the requests, and let what the seed says happen meanwhile."""
         draw = self.draw
-        to_send, rate = draw.randint(1, 8), draw.choice((0.01, 0.03, 0.08))
+        to_send, rate = draw.randint(*((6, 20) if self._is_busy else (1, 8))), draw.choice((0.01, 0.03, 0.08))
+        density = draw.choice((0.006, 0.02)) if self._is_busy else 0.02
         while to_send or self.scheduler.running("request"):
-            if to_send and draw.random() < 0.02 and self._send():
+            if to_send and draw.random() < density and self._send():
                 to_send -= 1
             if self._kinds and len(self.events) < MAX_EVENTS and draw.random() < rate:
                 kind = draw.choice(self._kinds)
@@ -182,7 +197,7 @@ class Schedule:
         for host in self.hosts:
             host.cut_until = 0.0
             host.wall_ahead = 0.0
-            host.disk.is_full, host.disk.fails = False, 0.0
+            host.disk.is_full, host.disk.fails, host.disk.lies = False, 0.0, False
         for process in self.processes:
             process.stopped_until = 0.0
             if isinstance(process.program, _EngineProgram) and process.is_alive:
@@ -201,7 +216,28 @@ class Schedule:
         for gateway in self._gateways():
             require(gateway.ledger is not None, f"{gateway.process.name} does not start")
         require(not self.scheduler.running("request"), "a request waits for ever")
-        self.invariants.at_end()
+        self._return_slices()
+        faults = {"kill_greenlet", "take_database_away", "cut_off"} & set(self.events)
+        self.invariants.at_end(can_repeat=bool(faults) or self._can_repeat)
+
+    def _return_slices(self) -> None:
+        """End in order what lives, after a request for each window of which something is still lent to the dead."""
+        living = {one.ledger.owner for one in self._gateways() if one.ledger is not None}
+        asking = self._gateways()[0]
+        probes = self.invariants.abandoned(living, self.scheduler.now)
+        for key_id, tenant in probes:
+            request_id = f"request-{len(self.requests)}"
+            drawn = drawn_reservation(request_id, self.draw, None)
+            reservation = msgspec.structs.replace(drawn, key_id=key_id, tenant=tenant)
+            request = self.requests[request_id] = Request(request_id, asking.process.host, reservation)
+            self._spawn(request_id, asking.process, partial(self._serve, asking, request))
+        until = self.scheduler.now + 2 * ROUND_SECONDS
+        while probes and self.scheduler.step(until):
+            self._check()
+        for gateway in self._gateways():
+            self._end(gateway)
+        while self.scheduler.running("close") and self.scheduler.step():
+            self._check()
 
     def _check(self) -> None:
         self.invariants.after_step()
@@ -250,8 +286,11 @@ class Schedule:
         gateway = self.draw.choice(ready)
         host = gateway.process.host
         request_id = f"request-{len(self.requests)}"
-        request = Request(request_id, host, drawn_reservation(request_id, self.draw, self._bucket))
-        request.in_memory = bool(host.disk.is_full or host.disk.fails)
+        reservation = drawn_reservation(request_id, self.draw, self._bucket)
+        if self._is_busy and self.draw.random() < 0.85:
+            reservation = msgspec.structs.replace(reservation, key_id="key_0", tenant="acme")
+        request = Request(request_id, host, reservation)
+        request.in_memory, request.unsynced = bool(host.disk.is_full or host.disk.fails), host.disk.lies
         self.requests[request_id] = request
         work = partial(self._serve, gateway, request)
         self._spawn(request_id, gateway.process, work)
@@ -354,6 +393,12 @@ class Schedule:
         host.disk.fails = 0.0 if host.disk.fails else 0.5
         self._note_bad_disk(host)
 
+    def _lie_about_disk(self) -> None:
+        host = self.draw.choice(self.hosts)
+        host.disk.lies = not host.disk.lies
+        for request in self.requests.values():
+            request.unsynced |= request.host is host
+
     def _note_bad_disk(self, host: Host) -> None:
         for request in self.requests.values():
             request.in_memory |= request.host is host
@@ -367,7 +412,7 @@ class Schedule:
 
     def _change_limit(self) -> None:
         scope, subject, kind, (low, high) = self.draw.choice(LIMITS)
-        value = self.draw.randint(low, high)
+        value = self._bound(kind, low, high)
         removes = self.draw.random() < 0.3
         process = self._process("operator", self.draw.choice(self.hosts))
         limits = Limits(self.database.lend(process))

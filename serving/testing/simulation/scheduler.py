@@ -188,10 +188,12 @@ class Lock:
         self._scheduler = scheduler
         self._held = False
 
-    def acquire(self) -> bool:
+    def acquire(self, blocking: bool = True) -> bool:
         actor = self._scheduler.current
         if actor is not None and not actor.process.is_alive:
             raise Killed
+        if self._held and not blocking:
+            return False
         while self._held:
             self._scheduler.wait(lambda: not self._held, interruptible=False)
         self._held = True
