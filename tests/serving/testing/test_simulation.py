@@ -56,7 +56,7 @@ def test_no_schedule_that_found_a_defect_fails_again():
     ("module", "name", "stand", "finding"),
     [
         (settlement, "save_windows", lambda connection, states: None, "the window says"),
-        (admission, "admit", lambda *given, **named: None, r"request-\d+: \w+ of \w+ \w+: \d+ > \d+"),
+        (admission, "admit", lambda *given, **named: (), r"request-\d+: \w+ of \w+ \w+: \d+ > \d+"),
         (crash_recovery, "read_progress", lambda path: [], r"\d+ came, and it is recovered"),
         (chain, "row_hash", lambda row: "0" * 64, "the chain: .*the row was altered"),
         (windows, "lent", lambda state, kind: 0, r"\d+, 0 are lent"),
