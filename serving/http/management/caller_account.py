@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ...control.settings import ServerSettings
 from ...frontend import end_users
 from ...frontend.answer import Answer, json_answer
 from ...frontend.operation import Request, with_body
@@ -15,6 +16,7 @@ from ...frontend.worker_state import WorkerState
 from ...interface.errors import InvalidField, NotFound, PermissionDenied
 from ...interface.labels import MAX_USER, Labels
 from ...metering.accounts.accounts import Accounts
+from ...metering.accounts.budget_alerts import alert_shares
 from ...metering.accounts.limits import plain
 from ...metering.accounts.money import currency
 from ...metering.accounts.prices import plain as plain_price
@@ -52,7 +54,9 @@ def account(server: WorkerState, request: Request) -> Answer:
             "endpoints": None if caller.endpoints is None else list(caller.endpoints),
             "keys": _keys(server, request),
             "currency": currency(ledger.store),
-            "limits": [_limit(left) for left in ledger.limits_left(caller, names, end_user=end_user)],
+            "limits": [
+                _limit(left, server.settings) for left in ledger.limits_left(caller, names, end_user=end_user)
+            ],
             "prices": _prices(server, ledger, request),
         }
     )
@@ -84,17 +88,19 @@ def _keys(server: WorkerState, request: Request) -> list[dict[str, Any]]:
     return [key for key in found if "usage" in caller.scopes or key["key_id"] == caller.key_id]
 
 
-def _limit(left: LimitLeft) -> dict[str, Any]:
+def _limit(left: LimitLeft, settings: ServerSettings) -> dict[str, Any]:
+    limit, kind = left.limit, left.limit.kind
     return {
-        "scope": left.scope,
+        "scope": limit.scope,
         "endpoint": left.endpoint or None,
         "end_user": left.end_user or None,
-        "kind": left.kind,
-        "unit": UNITS[left.kind],
-        "soft": left.soft,
-        "allowed": plain(left.kind, left.allowed),
-        "used": plain(left.kind, left.used),
-        "remaining": plain(left.kind, left.remaining),
+        "kind": kind,
+        "unit": UNITS[kind],
+        "soft": limit.soft,
+        "alert_at": list(alert_shares(limit, settings.alert_shares)) if settings.webhooks else [],
+        "allowed": plain(kind, limit.value),
+        "used": plain(kind, left.used),
+        "remaining": plain(kind, left.remaining),
         "reset_seconds": left.reset_after,
     }
 

@@ -85,7 +85,9 @@ class BudgetAlerts:
         by_owner: dict[tuple[Scope, str], list[Limit]] = {}
         for limit in _set_limits(connection):
             by_owner.setdefault((limit.scope, limit.subject), []).append(limit)
-        watched = {owner: found for owner, found in by_owner.items() if any(map(self._shares_of, found))}
+        watched = {
+            owner: found for owner, found in by_owner.items() if any(alert_shares(one, self._shares) for one in found)
+        }
         if not watched:
             return []
         now = int(self._clock())
@@ -98,19 +100,11 @@ class BudgetAlerts:
         found = []
         for limit, subject, state in _counted(connection, watched):
             used, period = windows.used(state, limit.kind, now), period_of(limit.kind, now)
-            for share in self._shares_of(limit):
+            for share in alert_shares(limit, self._shares):
                 due = Due(limit=limit, subject=subject, period=period, share=share, used=used)
                 if used * 1000 >= limit.value * round(share * 1000) and not _is_told(due, told, now):
                     found.append(due)
         return found
-
-    def _shares_of(self, limit: Limit) -> tuple[float, ...]:
-        """Return the shares of a limit that webhooks are told of; of a soft one, always when all of it is used."""
-        shares = limit.alert_at
-        if shares is None:
-            by_server = limit.kind in BUDGETS and limit.scope not in END_USER_SCOPES
-            shares = self._shares if by_server else ()
-        return tuple(sorted({*shares, 1.0})) if limit.soft else shares
 
     def _alert(self, connection: sa.Connection, due: list[Due]) -> None:
         currency, now_ms = currency_of(connection), int(self._clock() * 1000)
@@ -126,6 +120,16 @@ class BudgetAlerts:
             sa.and_(table.kind != "budget", table.at_ms < now_ms - KEPT_SECONDS * 1000),
         )
         connection.execute(sa.delete(budget_alerts).where(ended))
+
+
+def alert_shares(limit: Limit, of_server: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the shares of a limit at which webhooks are told: its own, or those of the server for a budget without; of
+    a soft limit, always when all of it is used."""
+    shares = limit.alert_at
+    if shares is None:
+        by_server = limit.kind in BUDGETS and limit.scope not in END_USER_SCOPES
+        shares = of_server if by_server else ()
+    return tuple(sorted({*shares, 1.0})) if limit.soft else shares
 
 
 KEY = ("scope", "subject", "kind", "period", "value", "share_milli")

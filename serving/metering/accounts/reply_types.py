@@ -79,8 +79,8 @@ class CurrencyInfo(TypedDict):
 
 class LimitLeftInfo(TypedDict):
     """The rest of a limit; ``reset_seconds`` is the time until all of it is free again, null if it never is. A ``soft``
-    limit refuses nothing: more than is ``allowed`` may be ``used``. ``end_user`` is null but for limits of the end user
-    that was asked for."""
+    limit refuses nothing: more than is ``allowed`` may be ``used``. ``alert_at`` are the shares at which webhooks are
+    told, those of the server included. ``end_user`` is null but for limits of the end user that was asked for."""
 
     scope: str
     endpoint: str | None
@@ -88,6 +88,7 @@ class LimitLeftInfo(TypedDict):
     kind: str
     unit: str
     soft: bool
+    alert_at: list[float]
     allowed: int | Money
     used: int | Money
     remaining: int | Money

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from ..accounts import windows
 from ..accounts.authorization import Caller
-from ..accounts.limits import END_USER_SCOPES, Limit, Scope, Subject, in_force, rebuilt, user_subject
+from ..accounts.limits import END_USER_SCOPES, Limit, Subject, in_force, rebuilt, user_subject
 from ..accounts.monotonic_clock import MonotonicClock
 from ..store.tables import limits
 from ..store.tables import windows as window_table
@@ -20,17 +20,14 @@ from .slices import is_shared
 class LimitLeft(Struct, frozen=True, kw_only=True):
     """A limit, what is used and what is left of it. ``reset_after`` is the seconds until all of it is free again, None
     for a budget that never is; ``endpoint`` is "" for limits of the key and its tenant, ``end_user`` is "" for all but
-    those of end users. ``soft`` limits refuse nothing, so that more than ``allowed`` may be ``used``."""
+    those of end users. Of a soft limit, more than its value may be ``used``."""
 
-    scope: Scope
+    limit: Limit
     endpoint: str
     end_user: str
-    kind: windows.Kind
-    allowed: int
     used: int
     remaining: int
     reset_after: int | None
-    soft: bool
 
 
 def limits_left(
@@ -106,13 +103,10 @@ def _left(endpoint: str, limit: Limit, state: windows.WindowState | None, now: i
     used = windows.used(state, limit.kind, now)
     at = windows.free_at(state, limit.kind, now, allowed=limit.value, wanted=limit.value)
     return LimitLeft(
-        scope=limit.scope,
+        limit=limit,
         endpoint=endpoint,
         end_user=end_user if limit.scope in END_USER_SCOPES else "",
-        kind=limit.kind,
-        allowed=limit.value,
         used=used,
         remaining=max(0, limit.value - used),
-        soft=limit.soft,
         reset_after=None if at is None else max(0, at - now),
     )

@@ -427,7 +427,7 @@ export interface LimitInfo {
   unit: string;
 }
 
-/** The rest of a limit; `reset_seconds` is the time until all of it is free again, null if it never is. A `soft` limit refuses nothing: more than is `allowed` may be `used`. `end_user` is null but for limits of the end user that was asked for. */
+/** The rest of a limit; `reset_seconds` is the time until all of it is free again, null if it never is. A `soft` limit refuses nothing: more than is `allowed` may be `used`. `alert_at` are the shares at which webhooks are told, those of the server included. `end_user` is null but for limits of the end user that was asked for. */
 export interface LimitLeftInfo {
   scope: string;
   endpoint: string | null;
@@ -435,6 +435,7 @@ export interface LimitLeftInfo {
   kind: string;
   unit: string;
   soft: boolean;
+  alert_at: number[];
   allowed: number | string;
   used: number | string;
   remaining: number | string;

@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 from mlflow_llm.serving.frontend.worker_state import WorkerState
 from mlflow_llm.serving.http.app import create_app
 from mlflow_llm.serving.metering import Keys, Ledger, Price, Reservation, Store
-from mlflow_llm.serving.metering.accounts.limits import Limits
+from mlflow_llm.serving.metering.accounts.limits import Bound, Limits
 
 ACCOUNT, REQUESTS = "/api/2.0/account", "/api/2.0/requests"
 
@@ -90,6 +90,7 @@ def test_an_account_shows_what_is_left_of_each_limit(
         "kind": "otpm",
         "unit": "output tokens a minute",
         "soft": False,
+        "alert_at": [],
         "allowed": 100,
         "used": 4,
         "remaining": 96,
@@ -100,6 +101,30 @@ def test_an_account_shows_what_is_left_of_each_limit(
     assert found["user", "qpm"]["endpoint"] == "assistant"
     (other,) = (one for one in get("stranger", ACCOUNT).json["limits"] if one["scope"] == "tenant")
     assert (other["remaining"], other["reset_seconds"]) == (3, 0)  # nothing is used of it
+
+
+def test_an_account_shows_soft_limits_and_their_alerts(
+    make: Callable[..., WorkerState], books: tuple[Ledger, dict[str, str], dict[str, str]]
+) -> None:
+    """A soft limit may be exceeded, and all limits say at which shares webhooks are told: their own, the server's for
+    budgets, and all of it for soft ones; on a server without webhooks nobody is told."""
+    ledger, secrets, ids = books
+    limits = Limits(ledger.store)
+    limits.set("key", ids["worker"], "otpm", Bound(value=3, soft=True, alert_at=(0.5,)))
+    limits.set("key", ids["worker"], "qpm", 5)
+    limits.set("key", ids["worker"], "budget_day", 9)
+    limits.set("tenant", "acme", "budget_month", Bound(value=9, alert_at=()))
+    used(ledger, 4, ids["worker"], "acme")
+    for webhooks, shares in (("", [[], [], [], []]), ("http://localhost/told", [[0.5, 1.0], [], [0.2, 0.8], []])):
+        told = (
+            {"webhook_secret_file": "secret", "budget_alert_at": "0.8,0.2", "database": "sqlite://"} if webhooks else {}
+        )
+        told["webhook_urls"] = webhooks
+        client = create_app(make(keys=Keys(ledger.store), ledger=ledger, **told)).test_client()
+        answer = client.get(ACCOUNT, headers={"Authorization": f"Bearer {secrets['worker']}"})
+        found = {one["kind"]: one for one in answer.json["limits"]}
+        assert [found[kind]["alert_at"] for kind in ("otpm", "qpm", "budget_day", "budget_month")] == shares
+        assert [found["otpm"][name] for name in ("soft", "allowed", "used", "remaining")] == [True, 3, 4, 0]
 
 
 def test_an_account_shows_own_keys_and_prices(get: Get, books: tuple[Ledger, dict[str, str], dict[str, str]]) -> None:
