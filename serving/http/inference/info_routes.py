@@ -154,14 +154,18 @@ def _shown(state: dict[str, Any], caller: Caller) -> dict[str, Any]:
 def _progress_of_all(entities: dict[str, ServedEntity]) -> dict[str, Any]:
     """Return the progress of an endpoint: the state of its worst entity, with the work of all entities summed.
 
-    With several entities, each is also listed separately; a single one adds its own facts instead.
+    With several entities, each is also listed separately; a single one adds its own facts instead. Shadows are listed
+    too, and count towards neither.
     """
     healths = {name: entity.engine.health() for name, entity in entities.items()}
     worst = max(healths.values(), key=lambda health: BEST_FIRST.index(health.status))
     names = ("steps", "num_running", "num_waiting")
     sums = {name: sum(getattr(health, name) for health in healths.values()) for name in names}
     each = {name: _progress(healths[name]) | _facts(entity) for name, entity in entities.items()}
-    more = {"entities": each} if len(each) > 1 else _facts(next(iter(entities.values())))
+    first = next(iter(entities.values()))
+    more = {"entities": each} if len(each) > 1 else _facts(first)
+    if first.shadows:
+        more["shadows"] = {one.entity: _progress(one.engine.health()) | _facts(one) for one in first.shadows}
     return _progress(structs.replace(worst, **sums)) | more
 
 

@@ -58,9 +58,11 @@ class EntityHealth(TypedDict):
 
 
 class EndpointHealth(EntityHealth):
-    """The state of an endpoint: its worst entity's, with the work of all; several entities are listed too."""
+    """The state of an endpoint: its worst entity's, with the work of all; several entities are listed too.
+    Shadows do not count towards it; callers who manage see theirs."""
 
     entities: NotRequired[dict[str, EntityHealth]]
+    shadows: NotRequired[dict[str, EntityHealth]]
 
 
 class ServerHealth(TypedDict):

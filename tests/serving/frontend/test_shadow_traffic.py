@@ -224,6 +224,24 @@ def test_no_text_is_kept_unasked(place: Place) -> None:
     assert place.texts() == []
 
 
+def test_the_health_of_a_shadow(place: Place) -> None:
+    """Who manages sees a shadow's engine, which counts towards nothing; other callers do not see it."""
+    client = place.client(Shadow())
+    secrets = {"invoke": place.secret, "manage": place.keys.create("ops", scopes=("manage",))[0]}
+
+    def health(scope: str) -> Any:
+        return client.get("/health", headers={"Authorization": f"Bearer {secrets[scope]}"}).json["endpoints"][
+            "assistant"
+        ]
+
+    found = {scope: health(scope) for scope in secrets}
+    assert set(found["manage"]["shadows"]) == {"candidate"}
+    assert found["manage"]["shadows"]["candidate"]["status"] == "ready"
+    assert "entities" not in found["manage"]
+    assert "shadows" not in found["invoke"]
+    assert found["manage"]["status"] == "ready"
+
+
 def test_a_shadow_that_refuses(place: Place) -> None:
     """A request that only the shadow refuses is answered, and the log has the refusal of the copy."""
     client = place.client(Shadow(), PayloadLog(), max_model_len=8)

@@ -270,7 +270,7 @@ export interface EmbeddingList {
   usage: PromptUsage;
 }
 
-/** The state of an endpoint: its worst entity's, with the work of all; several entities are listed too. */
+/** The state of an endpoint: its worst entity's, with the work of all; several entities are listed too. Shadows do not count towards it; callers who manage see theirs. */
 export interface EndpointHealth {
   status: "starting" | "ready" | "draining" | "stalled" | "dead";
   steps?: number;
@@ -293,6 +293,7 @@ export interface EndpointHealth {
   unloaded?: string;
   start_seconds?: number | null;
   entities?: Record<string, EntityHealth>;
+  shadows?: Record<string, EntityHealth>;
 }
 
 /** An endpoint. Callers who do not manage see no configuration, tags, limits, messages or creator. */
