@@ -36,5 +36,13 @@ def settled(page: Page, count: int) -> None:
 
 def read(served: Running, path: str) -> Any:
     """Return what the server answers to a GET."""
-    with urllib.request.urlopen(f"{served.url}{path}", timeout=240) as answer:
+    return call(served, "GET", path)
+
+
+def call(served: Running, method: str, path: str, body: Any = None) -> Any:
+    """Return what the server answers to a request with a JSON body."""
+    request = urllib.request.Request(f"{served.url}{path}", method=method)
+    request.data = None if body is None else json.dumps(body).encode()
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return json.load(answer)

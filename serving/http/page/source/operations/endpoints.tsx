@@ -3,11 +3,11 @@
 import { useState } from "preact/hooks";
 
 import { call, messageOf } from "../api";
-import type { ConfigInfo, EndpointInfo, EngineLogs } from "../api_types";
+import type { ConfigInfo, EndpointInfo, EngineLogs, ServedEntityInfo } from "../api_types";
 import { Dialog } from "../dialog";
 import { Table } from "../loading";
 import { PayloadLogSwitch } from "./payload_log";
-import { TrafficEditor } from "./traffic";
+import { TrafficEditor, sharersOf } from "./traffic";
 
 export function shareOf(config: ConfigInfo, entity: string): number {
   return config.traffic_config.routes.find((one) => one.served_entity_name === entity)?.traffic_percentage ?? 0;
@@ -51,7 +51,7 @@ export function Endpoints({ found, changed }: { found: EndpointInfo[]; changed: 
       {found.map(
         ({ name, state, config }) =>
           config !== undefined &&
-          config.served_entities.length > 1 && (
+          sharersOf(config).length > 1 && (
             <TrafficEditor
               key={`${name} ${config.config_version}`}
               endpoint={name}
@@ -70,12 +70,20 @@ function Traffic({ config }: { config: ConfigInfo }) {
     <ul class="plain">
       {config.served_entities.map((entity) => (
         <li key={entity.name} dir="auto">
-          {entity.name}: {shareOf(config, entity.name)} %
+          {entity.name}: {roleOf(config, entity)}
           {entity.entity_name !== entity.name && ` (${[entity.entity_name, entity.entity_version].filter(Boolean).join(" ")})`}
         </li>
       ))}
     </ul>
   );
+}
+
+/** Return what a served model gets of an endpoint's requests. */
+function roleOf(config: ConfigInfo, { name, shadow, canary_of: original, follow_alias: follows }: ServedEntityInfo): string {
+  if (shadow !== undefined) return `shadow, gets copies of ${(100 * shadow.sample).toLocaleString()} % of the requests`;
+  const share = `${shareOf(config, name)} %`;
+  if (original !== undefined) return `${share}, canary of ${original}`;
+  return follows ? `${share}, follows its alias` : share;
 }
 
 interface RolloutProps {

@@ -3,7 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 
 import { messageOf } from "../api";
-import type { EndpointHealth } from "../api_types";
+import type { EndpointHealth, EntityHealth } from "../api_types";
 import { Table } from "../loading";
 import { type EntityMetrics, type Sample, sampleMetrics } from "./metrics";
 
@@ -48,11 +48,14 @@ function useSamples(endpoints: string[], time: number): { samples: Samples; erro
 }
 
 export function Engines({ found, time }: { found: Record<string, EndpointHealth>; time: number }) {
-  const rows = Object.entries(found).flatMap(([endpoint, state]) =>
-    state.entities === undefined
-      ? [{ endpoint, entity: "", state }]
-      : Object.entries(state.entities).map(([entity, one]) => ({ endpoint, entity, state: one })),
-  );
+  const rows = Object.entries(found).flatMap(([endpoint, state]) => {
+    const answering = Object.entries(state.entities ?? { "": state });
+    const shadows = Object.entries(state.shadows ?? {});
+    return [
+      ...answering.map(([entity, one]) => ({ endpoint, entity, state: one, isShadow: false })),
+      ...shadows.map(([entity, one]) => ({ endpoint, entity, state: one, isShadow: true })),
+    ];
+  });
   const { samples, error } = useSamples(Object.keys(found), time);
   if (!rows.length) return <p class="note">The key sees no engines.</p>;
   return (
@@ -74,11 +77,12 @@ export function Engines({ found, time }: { found: Record<string, EndpointHealth>
 interface RowProps {
   endpoint: string;
   entity: string;
-  state: EndpointHealth;
+  state: EntityHealth;
+  isShadow: boolean;
   samples: Samples;
 }
 
-function EngineRow({ endpoint, entity, state, samples }: RowProps) {
+function EngineRow({ endpoint, entity, state, isShadow, samples }: RowProps) {
   const [now, before] = [samples.now.get(endpoint), samples.before.get(endpoint)];
   const name = entity || ([...(now?.metrics.keys() ?? [])].find((one) => one) ?? "");
   const metrics: EntityMetrics = now?.metrics.get(name) ?? {};
@@ -88,7 +92,10 @@ function EngineRow({ endpoint, entity, state, samples }: RowProps) {
       <th scope="row" dir="auto">
         {endpoint}
       </th>
-      <td dir="auto">{name || "–"}</td>
+      <td dir="auto">
+        {name || "–"}
+        {isShadow && " (shadow)"}
+      </td>
       <td>
         {state.unloaded ? `unloaded: ${state.unloaded}` : state.status}
         {state.standbys !== undefined && `, ${state.standbys} standby`}

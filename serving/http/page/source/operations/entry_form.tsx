@@ -1,6 +1,6 @@
 /** A form of a few texts and choices, whose refusal by the server is shown in its own words. */
 
-import { useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 
 import { messageOf } from "../api";
 
@@ -18,10 +18,26 @@ interface Props {
   prefix: string; // of the fields' ids
   fields: EntryField[];
   save: (given: Given) => Promise<string[]>; // the server's notes
+  note?: string;
+  fill?: Filling | null;
 }
 
-export function EntryForm({ title, prefix, fields, save }: Props) {
+/** Values that are put into the form, whenever it gets others, and the field that gets the focus. */
+export interface Filling {
+  values: Given;
+  focus: string;
+}
+
+export function EntryForm({ title, prefix, fields, save, note, fill }: Props) {
   const form = useRef<HTMLFormElement>(null);
+  useEffect(() => {
+    if (!fill || form.current === null) return;
+    for (const { name } of fields) {
+      const field = form.current.elements.namedItem(name) as HTMLInputElement | HTMLSelectElement;
+      field.value = fill.values[name] ?? "";
+      if (name === fill.focus) field.focus();
+    }
+  }, [fill]);
   const [error, setError] = useState("");
   const [notes, setNotes] = useState<string[]>([]);
   const submit = async () => {
@@ -64,6 +80,7 @@ export function EntryForm({ title, prefix, fields, save }: Props) {
           </div>
         ))}
       </div>
+      {note && <p class="note">{note}</p>}
       {error && <p class="error">{error}</p>}
       {notes.map((note) => (
         <p key={note} class="note">

@@ -1,5 +1,6 @@
 /** The payload log of an endpoint, turned on and off after a confirmation, and the texts of one request. */
 
+import { Fragment } from "preact";
 import { useState } from "preact/hooks";
 
 import { call, messageOf } from "../api";
@@ -7,7 +8,7 @@ import type { ConfigInfo, PayloadPage } from "../api_types";
 import { Dialog } from "../dialog";
 import { Shown, useLoaded } from "../loading";
 import { say } from "../status";
-import { updateOf } from "./traffic";
+import { EndedCanary, updateOf } from "./traffic";
 
 interface Props {
   endpoint: string;
@@ -57,6 +58,7 @@ export function PayloadLogSwitch({ endpoint, config, busy, changed }: Props) {
             </button>
           }
         >
+          <EndedCanary config={config} />
           <p>
             {settings
               ? "No more texts are kept. Those that are there stay until their age, or until they are deleted."
@@ -81,23 +83,39 @@ export function PayloadDialog({ endpoint, request, close }: { endpoint: string; 
   return (
     <Dialog title={`Texts of request ${request}`} close={close}>
       <Shown loaded={loaded}>
-        {({ payloads: [found] }) =>
-          found ? (
+        {({ payloads }) => {
+          const found = payloads.find((one) => !one.shadow);
+          const copies = payloads.filter((one) => one.shadow);
+          return found ? (
             <>
               <Text title="Request" text={found.request} />
               <Text title="Answer" text={found.response} />
-              {found.codes.map((code) => (
-                <p key={code} class="note">
-                  {WHY[code] ?? code}
-                </p>
+              <Codes codes={found.codes} />
+              {copies.map((one) => (
+                <Fragment key={one.entity}>
+                  <Text title={`Answer of the shadow ${one.entity} to a copy, status ${one.status_code}`} text={one.response} />
+                  <Codes codes={one.codes} />
+                </Fragment>
               ))}
             </>
           ) : (
             <p class="note">The texts have been deleted.</p>
-          )
-        }
+          );
+        }}
       </Shown>
     </Dialog>
+  );
+}
+
+function Codes({ codes }: { codes: string[] }) {
+  return (
+    <>
+      {codes.map((code) => (
+        <p key={code} class="note">
+          {WHY[code] ?? code}
+        </p>
+      ))}
+    </>
   );
 }
 

@@ -4,6 +4,7 @@ import { useState } from "preact/hooks";
 
 import type { RecentRequests } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
+import { SHADOW } from "../shadow";
 import { PayloadDialog } from "./payload_log";
 
 const HEAD = ["Started (UTC)", "Status", "Took", "Model", "Tenant", "Key", "Prompt", "Answer", "Request", "Text"];
@@ -27,7 +28,10 @@ export function Recent({ time }: { time: number }) {
                   {one.finish_reason && ` (${one.finish_reason})`}
                 </td>
                 <td class="short">{(one.ended_ms ?? now) - one.started_ms} ms</td>
-                <td dir="auto">{one.adapter ? `${one.endpoint}:${one.adapter}` : one.endpoint}</td>
+                <td dir="auto">
+                  {one.adapter ? `${one.endpoint}:${one.adapter}` : one.endpoint}
+                  {one.tenant === SHADOW && ` (a copy, for the shadow ${one.entity})`}
+                </td>
                 <td dir="auto">{one.tenant}</td>
                 <td>{one.key_id}</td>
                 <td>{one.prompt_tokens.toLocaleString()}</td>

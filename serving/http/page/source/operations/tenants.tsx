@@ -2,6 +2,7 @@
 
 import type { RecentRequests } from "../api_types";
 import { Shown, Table, useLoaded } from "../loading";
+import { payer } from "../shadow";
 
 const ROWS = 200;
 const HEAD = ["Tenant", "Requests under way", "of them without a token yet", "The oldest one's age"];
@@ -21,7 +22,7 @@ export function Tenants({ time }: { time: number }) {
                 return (
                   <tr key={tenant}>
                     <th scope="row" dir="auto">
-                      {tenant}
+                      {payer(tenant)}
                     </th>
                     <td>{own.length.toLocaleString()}</td>
                     <td>{own.filter((one) => !one.completion_tokens).length.toLocaleString()}</td>

@@ -32,9 +32,20 @@ export function withShare(shares: number[], place: number, value: number): numbe
   return whole;
 }
 
+/** Return the names of the served models that share the traffic of requests: not shadows, and no running canary. */
+export function sharersOf(config: ConfigInfo): string[] {
+  return config.served_entities.filter((one) => one.shadow === undefined && one.canary_of === undefined).map((one) => one.name);
+}
+
+/** Return the share of a served model with that of its canary, which an update ends. */
+function shareWithCanary(config: ConfigInfo, name: string): number {
+  const canaries = config.served_entities.filter((one) => one.canary_of === name);
+  return canaries.reduce((sum, one) => sum + shareOf(config, one.name), shareOf(config, name));
+}
+
 export function TrafficEditor({ endpoint, config, busy, changed }: Props) {
-  const names = config.served_entities.map((one) => one.name);
-  const before = names.map((name) => shareOf(config, name));
+  const names = sharersOf(config);
+  const before = names.map((name) => shareWithCanary(config, name));
   const [shares, set] = useState(before);
   const [asked, ask] = useState(false);
   const [problem, setProblem] = useState("");
@@ -108,6 +119,7 @@ export function TrafficEditor({ endpoint, config, busy, changed }: Props) {
               </li>
             ))}
           </ul>
+          <EndedCanary config={config} />
           {aliases.length > 0 && (
             <p class="note">
               Aliases are read again: {aliases.map((one) => `${one.entity_name} ${one.entity_version}`).join(", ")}.
@@ -119,15 +131,23 @@ export function TrafficEditor({ endpoint, config, busy, changed }: Props) {
   );
 }
 
+/** What an update does to the canary that an endpoint has. */
+export function EndedCanary({ config }: { config: ConfigInfo }) {
+  const canary = config.served_entities.find((one) => one.canary_of !== undefined);
+  if (canary === undefined) return null;
+  return (
+    <p class="note" dir="auto">
+      The update ends the canary {canary.name}: its traffic goes back to {canary.canary_of}.
+    </p>
+  );
+}
+
 // what an entity shows beside what an update may set
 const SHOWN_ONLY = new Set(["state", "resolved_name", "resolved_version", "content_hash", "request_defaults"]);
 
 /** Return the body of an update that changes the shares and nothing else. */
 function configWith(config: ConfigInfo, shares: number[]): object {
-  const routes = config.served_entities.map((one, place) => ({
-    served_model_name: one.name,
-    traffic_percentage: shares[place],
-  }));
+  const routes = sharersOf(config).map((name, place) => ({ served_model_name: name, traffic_percentage: shares[place] }));
   return { ...updateOf(config), traffic_config: { ...config.traffic_config, routes } };
 }
 

@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 
 import { call, getJson, messageOf } from "../api";
-import type { PromptDetails, PromptList } from "../api_types";
+import type { PromptDetails, PromptList, PromptVersionInfo } from "../api_types";
 import { Shown, useLoaded } from "../loading";
 import { parsed } from "../playground/request";
 import { say } from "../status";
@@ -43,12 +43,14 @@ function Finder({ names, more }: { names: string[]; more: boolean }) {
   const [version, setVersion] = useState("");
   const [running, setRunning] = useState(false);
   const [problem, setProblem] = useState("");
+  const [known, setKnown] = useState<PromptDetails | null>(null); // the prompt that was loaded last
   const load = async () => {
     setRunning(true);
     try {
       const query = version.trim() ? `?version=${encodeURIComponent(version.trim())}` : "";
       const found = await getJson<PromptDetails>(`api/2.0/prompts/${encodeURIComponent(name.trim())}${query}`);
       draft.value = draftOf(found);
+      setKnown(found);
       setProblem("");
       say(`Version ${found.version} of ${found.name} is loaded.`);
     } catch (error) {
@@ -96,6 +98,11 @@ function Finder({ names, more }: { names: string[]; more: boolean }) {
       <p class="note" dir="auto">
         {names.length ? `In the registry: ${names.join(", ")}${more ? " and more" : ""}.` : "The registry has no prompts yet."}
       </p>
+      {known && known.versions.length > 0 && (
+        <p class="note" dir="auto">
+          Versions of {known.name}: {known.versions.map(versionName).join(", ")}.
+        </p>
+      )}
       {problem && <p class="error">{problem}</p>}
       <button type="submit" disabled={running}>
         Load
@@ -103,6 +110,10 @@ function Finder({ names, more }: { names: string[]; more: boolean }) {
       {running && <span class="note"> MLflow is asked …</span>}
     </form>
   );
+}
+
+function versionName({ version, commit_message: message }: PromptVersionInfo): string {
+  return message ? `${version} (${message})` : String(version);
 }
 
 /** The values of the variables, and the button that begins a conversation with them. */

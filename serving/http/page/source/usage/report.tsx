@@ -2,10 +2,12 @@
 
 import { useState } from "preact/hooks";
 
+import { account } from "../account";
 import { call, messageOf } from "../api";
 import type { Bill, UsageSumInfo } from "../api_types";
 import { download } from "../download";
 import { Shown, Table, useLoaded } from "../loading";
+import { SHADOW, payer } from "../shadow";
 import { say } from "../status";
 import { DAY_MS, Plot, everyDay } from "./plot";
 
@@ -91,7 +93,26 @@ export function UsageReport({ groups, filters = false }: { groups: Group[]; filt
       </div>
       {problem && <p class="error">{problem}</p>}
       <Shown loaded={loaded}>{(sums) => <Found sums={sums} group={group} start={start} />}</Shown>
+      {account.value?.scopes.includes("manage") && <Copies selected={selected} />}
     </>
+  );
+}
+
+/** How much of the usage is that of copies of requests, which have a tenant of their own. */
+function Copies({ selected }: { selected: URLSearchParams }) {
+  const query = new URLSearchParams(selected);
+  query.set("tenant", SHADOW);
+  const loaded = useLoaded<Bill>(`api/2.0/usage?by=tenant&${query.toString()}`);
+  const others = selected.has("tenant") && selected.get("tenant") !== SHADOW;
+  const found = loaded.value?.usage[0];
+  if (found === undefined || others) return null;
+  const { requests, prompt_tokens: prompt, completion_tokens: completion } = found;
+  return (
+    <p class="note">
+      Among these are {requests.toLocaleString()} copies of requests for shadows, with {prompt.toLocaleString()} prompt and{" "}
+      {completion.toLocaleString()} answer tokens. They cost nothing and count towards no limit; their tenant and key is{" "}
+      {SHADOW}.
+    </p>
   );
 }
 
@@ -117,7 +138,7 @@ function Found({ sums, group, start }: { sums: Bill; group: Group; start: string
             <th scope="row" class="short">
               {row.day}
             </th>
-            <td dir="auto">{row[group] || "–"}</td>
+            <td dir="auto">{named(row, group) || "–"}</td>
             <td>{row.requests.toLocaleString()}</td>
             <td>{row.prompt_tokens.toLocaleString()}</td>
             <td>{row.cached_tokens.toLocaleString()}</td>
@@ -137,6 +158,11 @@ function Found({ sums, group, start }: { sums: Bill; group: Group; start: string
       </Table>
     </>
   );
+}
+
+function named(row: UsageSumInfo, group: Group): string {
+  const name = row[group] ?? "";
+  return group === "tenant" || group === "key_id" ? payer(name) : name;
 }
 
 /** Return the exact sum of decimal strings. */

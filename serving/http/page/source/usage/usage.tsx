@@ -3,8 +3,12 @@
 import { useEffect } from "preact/hooks";
 
 import { account, loadAccount } from "../account";
+import type { LimitLeftInfo } from "../api_types";
+import { beyond, percentages } from "../limits";
 import { Table } from "../loading";
 import { UsageReport } from "./report";
+
+const LEFT_HEAD = ["Limit of", "On", "Allowed", "Used", "Left", "Requests beyond it are", "Webhooks are told at", "All of it free"];
 
 export function Usage() {
   useEffect(() => void loadAccount(), []);
@@ -24,7 +28,7 @@ function Left() {
     <section>
       <h2>What is left</h2>
       {found.length ? (
-        <Table caption="What is left of each limit" head={["Limit of", "On", "Allowed", "Left", "All of it free"]}>
+        <Table caption="What is left of each limit" head={LEFT_HEAD}>
           {found.map((one) => (
             <tr key={`${one.scope} ${one.endpoint} ${one.kind}`}>
               <th scope="row" dir="auto">
@@ -32,7 +36,10 @@ function Left() {
               </th>
               <td>{one.unit}</td>
               <td>{one.allowed}</td>
-              <td>{one.remaining}</td>
+              <td>{one.used}</td>
+              <td>{left(one)}</td>
+              <td>{beyond(one.soft)}</td>
+              <td>{percentages(one.alert_at)}</td>
               <td>{resets(one.reset_seconds)}</td>
             </tr>
           ))}
@@ -42,6 +49,10 @@ function Left() {
       )}
     </section>
   );
+}
+
+function left({ remaining, used, allowed }: LimitLeftInfo): string {
+  return Number(used) > Number(allowed) ? `${remaining}: exceeded` : String(remaining);
 }
 
 function resets(seconds: number | null): string {
