@@ -1,8 +1,9 @@
 """Take the screenshots of docs/page.md, in Chromium, from a server whose model has the adapter ``pirate``, beside a
 model of embeddings.
 
-Prices and a prompt of MLflow's registry are shown if the server has them. With a third argument, ``all``, each view is
-also taken in light and dark at 320, 768 and 1440 pixels.
+Prices, a prompt of MLflow's registry and a shadow are shown if the server has them. With a third argument, ``all``,
+each view is also taken in light and dark at 320, 768 and 1440 pixels. ``test_page_screenshots.py`` takes them all from
+a server of the tests, so that this script and docs/page.md stay together.
 
 MLFLOW_TRACKING_URI=sqlite:///mlflow.db mlflow-llm serve -m MODEL=assistant -m EMBEDDER=embedder --database sqlite:///page.db
 python tests/serving/http/page/take_screenshots.py http://127.0.0.1:8000 docs/page
@@ -115,6 +116,30 @@ def usage(page: Page, out: Path) -> None:
     take(page, out / "usage.png")
 
 
+def limits(page: Page, out: Path) -> None:
+    """Set a soft limit and one that refuses, and take them with the form."""
+    page.get_by_role("link", name="Operations").click()
+    page.get_by_role("heading", name="Limits").click()
+    form = page.get_by_role("form", name="Set a limit")
+    values = (
+        ("budget_month", "25.00", "only counted (soft)", "0.5, 0.8"),
+        ("otpm", "20000", "refused", "0.9"),
+    )
+    for kind, value, beyond, shares in values:
+        form.get_by_label("Scope").select_option("tenant")
+        form.get_by_label("Of (").fill("research")
+        form.get_by_label("Kind").select_option(kind)
+        form.get_by_label("Value").fill(value)
+        form.get_by_label("Requests beyond it").select_option(beyond)
+        form.get_by_label("Tell webhooks").fill(shares)
+        form.get_by_role("button").click()
+        expect(page.get_by_role("button", name=f"Change the limit {kind} of research")).to_be_visible()
+    page.get_by_role("button", name="Change the limit budget_month of research").click()
+    page.get_by_role("heading", name="Limits").scroll_into_view_if_needed()
+    page.evaluate("scrollBy(0, 300)")
+    take(page, out / "limits.png")
+
+
 def operations(page: Page, out: Path) -> None:
     """Take the view with one key."""
     page.get_by_role("link", name="Operations").click()
@@ -127,6 +152,22 @@ def operations(page: Page, out: Path) -> None:
     take(page, out / "operations.png")
 
 
+VIEWS = (playground, prompts, embeddings, table, usage, operations, limits, reference)
+
+
+def take_all(page: Page, out: Path, *, every: bool = False) -> None:
+    """Take each view of a page of the size ``SIZE``; with ``every``, also at all widths in light and dark."""
+    expect(page.get_by_label("Model", exact=True)).to_have_value("assistant")
+    for view in VIEWS:
+        view(page, out)
+        for scheme, width in itertools.product(("light", "dark"), WIDTHS if every else ()):
+            page.emulate_media(color_scheme=scheme)
+            page.set_viewport_size({"width": width, "height": SIZE["height"]})
+            page.screenshot(path=out / f"{view.__name__}-{scheme}-{width}.png", full_page=True)
+        page.emulate_media(color_scheme="light")
+        page.set_viewport_size(SIZE)
+
+
 def main(url: str, out: Path, *, every: bool) -> None:
     expect.set_options(timeout=600_000)
     out.mkdir(exist_ok=True)
@@ -135,15 +176,7 @@ def main(url: str, out: Path, *, every: bool) -> None:
         page = browser.new_page(viewport=SIZE, color_scheme="light", reduced_motion="reduce")
         page.set_default_timeout(600_000)
         page.goto(url)
-        expect(page.get_by_label("Model", exact=True)).to_have_value("assistant")
-        for view in (playground, prompts, embeddings, table, usage, operations, reference):
-            view(page, out)
-            for scheme, width in itertools.product(("light", "dark"), WIDTHS if every else ()):
-                page.emulate_media(color_scheme=scheme)
-                page.set_viewport_size({"width": width, "height": SIZE["height"]})
-                page.screenshot(path=out / f"{view.__name__}-{scheme}-{width}.png", full_page=True)
-            page.emulate_media(color_scheme="light")
-            page.set_viewport_size(SIZE)
+        take_all(page, out, every=every)
         browser.close()
 
 
