@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,9 @@ from mlflow_llm.serving.endpoints.config_body import config_body
 from mlflow_llm.serving.interface.payload_log import PayloadLog
 
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
+from axe import hold_wcag
 from gated_core import steps_more
-from playground import answers, ask, settled
+from playground import answers, ask, call, settled
 from playwright.sync_api import expect
 
 if TYPE_CHECKING:
@@ -47,14 +47,6 @@ def sampling(page: Page, **values: str) -> None:
     column.get_by_text("Sampling").click()
     for label, value in values.items():
         column.get_by_label(label.replace("_", " "), exact=False).fill(value)
-
-
-def call(served: Running, method: str, path: str, body: Any = None) -> Any:
-    request = urllib.request.Request(f"{served.url}{path}", method=method)
-    request.data = None if body is None else json.dumps(body).encode()
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=240) as answer:
-        return json.load(answer)
 
 
 def stream_of(*deltas: dict[str, Any], finish: str = "stop") -> str:
@@ -212,17 +204,24 @@ def test_a_json_schema_is_sent(new_page: NewPage) -> None:
 
 
 def test_the_cost_is_the_ledgers(new_page: NewPage, served: Running) -> None:
-    """The cost beside an answer is what the ledger books, and the conversation shows the sum."""
+    """The cost beside an answer grows with it, is what the ledger books, and the conversation shows the sum."""
     call(served, "PUT", "/api/2.0/prices", {"entity": "*", "input": "2", "output": "300"})
     try:
         # the worker remembers prices for a moment
         until(lambda: call(served, "GET", "/api/2.0/account")["prices"][0]["output"] == "300.00")
         page = new_page()
         sampling(page, Max_tokens="50")
-        for count, text in enumerate(("Dear", "Dearer"), 1):
-            ask(page, text)
-            settled(page, count)
-        shown = answers(page).last.locator(".numbers div").filter(has_text="Cost").locator("dd").text_content()
+        cost = answers(page).last.locator(".numbers div").filter(has_text="Cost").locator("dd")
+        with steps_more(served.model_dir, 20):
+            ask(page, "Dear")
+            expect(cost).to_be_visible()
+            expect(page.get_by_role("button", name="Stop the answer")).to_be_visible()
+            so_far = float(cost.text_content() or "")
+        settled(page, 1)
+        assert 0 < so_far < float(cost.text_content() or "")
+        ask(page, "Dearer")
+        settled(page, 2)
+        shown = cost.text_content()
         total = page.locator(".total-cost strong")
         while (row := call(served, "GET", "/api/2.0/requests?limit=1")["requests"][0])["status"] == "open":
             page.wait_for_timeout(50)
@@ -484,6 +483,17 @@ def test_operations_show_engines_requests_and_changes(new_page: NewPage) -> None
     expect(page.get_by_text("No limits are set.")).to_be_visible()
 
 
+def test_operations_are_live(new_page: NewPage, served: Running) -> None:
+    """A request that another client makes appears by itself, and so does its end."""
+    page = new_page("operations")
+    newest = page.get_by_role("table", name="Recent requests").get_by_role("row").nth(1)
+    body = {"model": "assistant:pirate", "messages": [{"role": "user", "content": "Elsewhere"}], "max_tokens": 23}
+    call(served, "POST", "/v1/chat/completions", body)
+    expect(newest).to_contain_text("assistant:pirate")
+    expect(newest.get_by_role("cell").nth(6)).to_have_text("23")
+    expect(newest).to_contain_text("ok (length)")
+
+
 def test_a_route_of_the_reference_is_tried(new_page: NewPage) -> None:
     """A route is found by a word, its example has a served model, and its answer is shown; a change is confirmed."""
     page = new_page("reference")
@@ -501,6 +511,20 @@ def test_a_route_of_the_reference_is_tried(new_page: NewPage) -> None:
     form.get_by_role("button", name="Send").click()
     form.get_by_role("button", name="Send and change the server").click()
     expect(form).to_contain_text("404")
+
+
+def test_every_route_of_the_reference_can_be_tried(new_page: NewPage, served: Running, complaints: list[str]) -> None:
+    """Each route of the OpenAPI document has its fields and a form, and all of them together keep WCAG."""
+    paths = call(served, "GET", "/openapi.json")["paths"]
+    count = sum(len(operations) for operations in paths.values())
+    page = new_page("reference")
+    routes = page.locator(".route > summary")
+    expect(routes).to_have_count(count)
+    for place in range(count):
+        routes.nth(place).click()
+    expect(page.get_by_role("form", name=re.compile("^Try "))).to_have_count(count)
+    hold_wcag(page)
+    assert complaints == []
 
 
 def test_three_clicks_answer_what_an_adapter_does(new_page: NewPage, served: Running) -> None:
