@@ -225,7 +225,7 @@ def test_no_text_is_kept_unasked(place: Place) -> None:
 
 
 def test_the_health_of_a_shadow(place: Place) -> None:
-    """Who manages sees a shadow's engine, which counts towards nothing; other callers do not see it."""
+    """Keys that manage see a shadow's engine, which counts towards nothing; other callers do not see it."""
     client = place.client(Shadow())
     secrets = {"invoke": place.secret, "manage": place.keys.create("ops", scopes=("manage",))[0]}
 

@@ -1,4 +1,4 @@
-"""What axe-core says of a page, and what is wider than its window."""
+"""Checks of a page by axe-core, and of its width."""
 
 from __future__ import annotations
 

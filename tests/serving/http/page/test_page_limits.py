@@ -54,7 +54,7 @@ def fill(form: Locator, kind: str, value: str, beyond: str, shares: str, subject
 
 
 def test_a_soft_limit_is_set_and_changed(new_page: NewPage, served: Running) -> None:
-    """What a limit says beside its value is set, refused in the server's words, shown, and changed in the form."""
+    """Softness and shares of a limit are set, refused in the server's words, shown, and changed in the form."""
     page = new_page("operations")
     form = opened(page)
     refused = (("otpm", "half", "alert_at"), ("otpm", "0.5,99", "alert_at"), ("in_flight", "", "soft"))
