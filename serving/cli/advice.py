@@ -2,7 +2,7 @@
 
 Flags of ``vllm serve`` and ``ollama run``/``serve``, commands of both, and settings under other names. A flag without a
 counterpart is left out, so that an unknown word never gets advice that is wrong; for those of ``vllm serve`` that are
-known, ``convert/vllm_flags.py`` has the reason.
+known, ``vllm_only.py`` has the reason.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import click
+
+from .vllm_only import NO_COUNTERPART, NO_EFFECT
 
 CONFIG = {  # engine settings by the names that other programs have for them
     "block_size": "kv_block_size",
@@ -113,8 +115,6 @@ def why_absent(command: click.Command, flag: str) -> str | None:
     """Return why ``serve`` has no option for a flag of vLLM, or needs none; None for a flag that is not known."""
     if all("--tls-cert" not in one.opts for one in command.params):
         return None
-    from .convert.vllm_flags import NO_COUNTERPART, NO_EFFECT
-
     if flag in NO_EFFECT:
         return f"it is not needed: {NO_EFFECT[flag]}"
     return NO_COUNTERPART.get(flag)

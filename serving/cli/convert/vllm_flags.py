@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..advice import CONFIG, SERVE, for_setting
+from ..vllm_only import NO_COUNTERPART, NO_EFFECT
 
 
 class Meant(NamedTuple):
@@ -51,53 +52,6 @@ SWITCHES = {  # flags without a value
         "--language-model-only",
         "--enable-mfu-metrics",
     ),
-}
-NO_EFFECT = {  # what is so here anyway, or does not matter here
-    "--disable-log-stats": "metrics are read from /metrics, not logged",
-    "--enable-chunked-prefill": "prompts are always computed in chunks",
-    "--max-lora-rank": "adapters of any rank are served",
-    "--lora-dtype": "adapters are computed in the type of the model",
-    "--load-format": "safetensors and GGUF files are read as they are",
-    "--tokenizer-mode": "the tokenizer's class follows from its files",
-    "--task": "the tasks follow from the model's files (llm.log_model(task=…) sets them)",
-    "--runner": "the tasks follow from the model's files (llm.log_model(task=…) sets them)",
-    "--convert": "the tasks follow from the model's files (llm.log_model(task=…) sets them)",
-    "--reasoning-parser": "the format of reasoning follows from the chat template",
-    "--enable-reasoning": "the format of reasoning follows from the chat template",
-    "--chat-template-content-format": "the chat template says which form it takes",
-    "--response-role": "replies are always those of the assistant",
-    "--trust-request-chat-template": "a request names one of the model's own templates",
-    "--guided-decoding-backend": "llguidance compiles every grammar",
-    "--structured-outputs-config": "llguidance compiles every grammar",
-    "--enable-force-include-usage": "a request asks for usage with stream_options",
-    "--enable-prompt-tokens-details": "usage always has the cached tokens",
-    "--enable-log-requests": "every request is in the access log",
-    "--enable-request-id-headers": "every reply has X-Request-Id",
-    "--disable-frontend-multiprocessing": "an engine is always a process of its own",
-    "--use-tqdm-on-load": "the steps of the start are shown on a terminal",
-    "--enable-ssl-refresh": "a certificate is read again when it changes",
-    "--skip-mm-profiling": "memory for images is bounded by encoder_cache",
-}
-NO_COUNTERPART = {  # what vLLM does and this server does not
-    "--tensor-parallel-size": "an engine uses one device; -C engine=vllm with engine_args takes it",
-    "--pipeline-parallel-size": "an engine uses one device; -C engine=vllm with engine_args takes it",
-    "--data-parallel-size": "add replicas with --engine, or provisioned throughput of an endpoint",
-    "--max-cpu-loras": "a number of adapters; here their memory is bounded: -C adapter_host_memory=8GiB",
-    "--gpu-memory-utilization": "a share of the GPU; here the cache has a size: -C kv_cache_memory=8GiB",
-    "--swap-space": "sequences that do not fit are computed again, not swapped",
-    "--cpu-offload-gb": "weights are on one device",
-    "--distributed-executor-backend": "an engine uses one device",
-    "--middleware": "code of others is not run in the server",
-    "--logits-processors": "code of others is not run in the engine",
-    "--root-path": "a proxy strips its prefix (docs/how-to/proxy.md)",
-    "--hf-overrides": "change config.json, and log that directory",
-    "--rope-scaling": "change config.json, and log that directory",
-    "--rope-theta": "change config.json, and log that directory",
-    "--tokenizer": "llm.log_model(tokenizer=…): the tokenizer is logged with the model",
-    "--kv-transfer-config": "KV is not moved between engines",
-    "--limit-mm-per-prompt": "images are bounded by the context and max_body_bytes",
-    "--disable-fastapi-docs": "a proxy can hide /docs",
-    "--served-model-name": "one name; --model-alias gives further ones",
 }
 
 

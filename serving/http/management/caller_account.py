@@ -54,9 +54,7 @@ def account(server: WorkerState, request: Request) -> Answer:
             "endpoints": None if caller.endpoints is None else list(caller.endpoints),
             "keys": _keys(server, request),
             "currency": currency(ledger.store),
-            "limits": [
-                _limit(left, server.settings) for left in ledger.limits_left(caller, names, end_user=end_user)
-            ],
+            "limits": [_limit(left, server.settings) for left in ledger.limits_left(caller, names, end_user=end_user)],
             "prices": _prices(server, ledger, request),
         }
     )

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from ..accounts import windows
 from ..accounts.authorization import Caller
-from ..accounts.limits import END_USER_SCOPES, Limit, Subject, in_force, rebuilt, user_subject
+from ..accounts.limits import END_USER_SCOPES, Limit, Scope, Subject, in_force, rebuilt, user_subject
 from ..accounts.monotonic_clock import MonotonicClock
 from ..store.tables import limits
 from ..store.tables import windows as window_table

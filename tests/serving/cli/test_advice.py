@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlflow_llm.flavors.llm.model import model_config, model_registry
-from mlflow_llm.serving.cli import advice, cli
+from mlflow_llm.serving.cli import advice, cli, vllm_only
 from mlflow_llm.serving.cli.convert import vllm_flags
 from mlflow_llm.serving.interface.errors import PackagingError
 from mlflow_llm.serving.interface.settings import EngineSettings
@@ -109,7 +109,7 @@ def test_no_advice_where_none_fits(line: str) -> None:
     assert "write" not in done.stderr
 
 
-@pytest.mark.parametrize("flag", sorted({*vllm_flags.CONVERSIONS, *vllm_flags.NO_EFFECT, *vllm_flags.NO_COUNTERPART}))
+@pytest.mark.parametrize("flag", sorted({*vllm_flags.CONVERSIONS, *vllm_only.NO_EFFECT, *vllm_only.NO_COUNTERPART}))
 def test_every_flag_that_import_vllm_knows_is_known_to_serve(flag: str) -> None:
     """A flag of vLLM is an option here, or its refusal says what to write instead, or why there is none."""
     command = cli.commands["serve"]
