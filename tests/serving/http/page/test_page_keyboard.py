@@ -12,43 +12,14 @@ from serving_process import Running
 from shown_endpoint import two_models
 
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
+from by_keyboard import opens, press, tab_to, write
 from playground import answers, settled
 from playwright.sync_api import expect
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page, Request, Route
+    from playwright.sync_api import Page, Request, Route
 
 NewPage = Callable[..., "Page"]
-MAX_TABS = 250
-IS_FOCUSED = "one => one === document.activeElement"
-
-
-def tab_to(page: Page, wanted: Locator, *, back: bool = False) -> None:
-    """Press Tab until ``wanted`` has the focus."""
-    expect(wanted).to_be_visible()
-    for _ in range(MAX_TABS):
-        if wanted.evaluate(IS_FOCUSED):
-            return
-        page.keyboard.press("Shift+Tab" if back else "Tab")
-    raise AssertionError(f"{wanted} is not reached by {MAX_TABS} tabs")
-
-
-def press(page: Page, role: Any, name: str | re.Pattern[str], key: str = "Enter", *, back: bool = False) -> None:
-    """Go to a control by its role and name, and press a key."""
-    tab_to(page, page.get_by_role(role, name=name, exact=True).first, back=back)
-    page.keyboard.press(key)
-
-
-def write(page: Page, label: str, text: str, *, back: bool = False) -> None:
-    tab_to(page, page.get_by_label(label, exact=True).first, back=back)
-    page.keyboard.press("Control+A")
-    page.keyboard.type(text)
-
-
-def opens(page: Page, summary: str) -> None:
-    """Open a section by its summary."""
-    tab_to(page, page.locator("summary").filter(has_text=summary).first)
-    page.keyboard.press("Enter")
 
 
 def test_the_playground_by_keyboard(new_page: NewPage, served: Running) -> None:
@@ -169,6 +140,50 @@ def test_operations_by_keyboard(new_page: NewPage) -> None:
     tab_to(page, removal, back=True)
     page.keyboard.press("Enter")
     expect(removal).to_have_count(0)
+
+
+def test_prompts_by_keyboard(new_page: NewPage) -> None:
+    """A prompt is written, saved, loaded, filled in and asked."""
+    page = new_page()
+    expect(page.get_by_label("Model", exact=True)).to_have_value("assistant")
+    opens(page, "Prompts of MLflow")
+    tab_to(page, page.get_by_label("Template, with"))
+    page.keyboard.type("Greet {{name}} by keyboard.")
+    write(page, "Save as", "by-keyboard")
+    press(page, "button", "Save a version")
+    expect(page.get_by_role("status")).to_have_text("Version 1 of by-keyboard is saved.")
+    write(page, "Name of the prompt", "by-keyboard", back=True)
+    press(page, "button", "Load")
+    expect(page.get_by_role("heading", name="by-keyboard, version 1")).to_be_visible()
+    write(page, "name", "Ada")
+    press(page, "button", "Use it in a new conversation")
+    expect(page.locator("#message")).to_be_focused()
+    page.keyboard.press("Enter")
+    settled(page, 1)
+    expect(page.locator(".user .text")).to_have_text("Greet Ada by keyboard.")
+
+
+def test_conversations_by_keyboard(new_page: NewPage) -> None:
+    """A conversation is exported, imported and deleted."""
+    page = new_page()
+    expect(page.get_by_label("Model", exact=True)).to_have_value("assistant")
+    write(page, "Message", "Keep me")
+    page.keyboard.press("Enter")
+    settled(page, 1)
+    tab_to(page, page.get_by_role("button", name="Export JSON"), back=True)
+    with page.expect_download() as download:
+        page.keyboard.press("Enter")
+    tab_to(page, page.get_by_label("Import JSON"), back=True)
+    with page.expect_file_chooser() as chooser:
+        page.keyboard.press("Space")
+    chooser.value.set_files(download.value.path())
+    expect(page.get_by_role("status")).to_have_text("The conversation is imported.")
+    kept = page.get_by_role("button", name="Delete the conversation Keep me")
+    expect(kept).to_have_count(2)
+    for left in (1, 0):
+        tab_to(page, kept.first, back=True)
+        page.keyboard.press("Enter")
+        expect(kept).to_have_count(left)
 
 
 def test_usage_and_the_reference_by_keyboard(new_page: NewPage) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from mlflow import MlflowClient
+from serving_process import Running
 
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip)")
 from playground import answers, ask, settled
@@ -60,6 +63,44 @@ def test_a_text_prompt_is_saved_loaded_and_asked(new_page: NewPage) -> None:
     settled(other, 1)
     expect(other.locator(".user .text")).to_have_text(f"Greet Ada. {HOSTILE}")
     assert other.evaluate("window.pwned") is None
+
+
+def test_a_version_is_loaded_by_its_alias(new_page: NewPage, served: Running) -> None:
+    """An alias loads the version that it is set on; the versions that there are, and what is new in each, are shown."""
+    place = f"sqlite:///{Path(served.model_dir).parents[1]}/mlflow.db"  # conftest's registry
+    page = new_page()
+    opened(page)
+    for number, text in enumerate(("Hello {{who}}", "Good day {{who}}"), 1):
+        page.get_by_label("Template, with").fill(text)
+        page.get_by_label("Save as").fill("aliased")
+        page.get_by_label("What is new").fill(f"text {number}")
+        page.get_by_role("button", name="Save a version").click()
+        expect(page.get_by_role("status")).to_have_text(f"Version {number} of aliased is saved.")
+    MlflowClient(place, place).set_prompt_alias("aliased", "production", 1)
+    load(page, "aliased", "production")
+    expect(page.get_by_role("heading", name="aliased, version 1")).to_be_visible()
+    expect(page.get_by_label("Template, with")).to_have_value("Hello {{who}}")
+    expect(page.get_by_text(re.compile(r"^Versions of aliased: .*1 \(text 1\)"))).to_contain_text("2 (text 2)")
+
+
+def test_a_key_that_may_not_save(new_page: NewPage) -> None:
+    """The server's refusal is shown, and what was written is still there."""
+    words = "the key lacks the scope 'manage'"
+
+    def refused(route: Route) -> None:
+        if route.request.method == "POST":
+            route.fulfill(status=403, json={"error_code": "PERMISSION_DENIED", "message": words})
+        else:
+            route.continue_()
+
+    page = new_page(prepare=lambda page: page.route("**/api/2.0/prompts*", refused))
+    opened(page)
+    page.get_by_label("Template, with").fill("Mine")
+    form = page.get_by_role("form", name="Save a version")
+    form.get_by_label("Save as").fill("mine")
+    form.get_by_role("button", name="Save a version").click()
+    expect(form.locator(".error")).to_have_text(words)
+    expect(page.get_by_label("Template, with")).to_have_value("Mine")
 
 
 def test_a_conversation_becomes_a_chat_prompt_and_comes_back(new_page: NewPage) -> None:
