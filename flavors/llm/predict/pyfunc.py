@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -88,7 +89,8 @@ class PyfuncModel:
 
         Returns:
             One reply object for one request or text; for a list or a DataFrame (even of one row), a list in order.
-            With many rows, a progress bar is shown on a terminal or in a notebook; ``MLFLOW_LLM_PROGRESS=0`` hides it.
+            With many rows, a progress bar with the tokens/s is shown on a terminal or in a notebook;
+            ``MLFLOW_LLM_PROGRESS=0`` hides it.
 
         Raises:
             MlflowException: with the status that an HTTP caller gets; for many rows, the first wrong one is named.
@@ -275,7 +277,16 @@ def _shows_progress(rows: int) -> bool:
     return asked == "1" or sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
-def _progress(replies: Iterator[Any], total: int) -> Iterator[Any]:
+def _progress(outcomes: Iterator[Any], total: int) -> Iterator[Any]:
+    """Yield what became of each request, with a bar that counts them, and their new tokens per second."""
     from tqdm.auto import tqdm
 
-    return iter(tqdm(replies, total=total, unit="request", desc="predict"))
+    began, tokens = time.monotonic(), 0
+    with tqdm(total=total, unit="request", desc="predict") as bar:
+        for outcome in outcomes:
+            if isinstance(outcome, Reply) and outcome.usage.completion_tokens:
+                tokens += outcome.usage.completion_tokens
+                speed = tokens / max(time.monotonic() - began, 1e-3)
+                bar.set_postfix_str(f"{speed:.1f} tokens/s", refresh=False)
+            bar.update()
+            yield outcome
