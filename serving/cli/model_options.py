@@ -174,6 +174,7 @@ def endpoint_specs(
                 bundle=bundles.get(name, found.bundle),
                 engine=settings,
                 defaults=request_defaults(found.defaults, defaults or {}),
+                given_defaults=dict(defaults or {}),
                 profile=profile,
                 created=int(time.time()),
             )

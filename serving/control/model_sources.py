@@ -153,6 +153,7 @@ def config_of(spec: EndpointSpec) -> EndpointConfig:
         entity_name=name,
         entity_version=version,
         source=source,
+        defaults=spec.given_defaults,
         min_provisioned_throughput=spec.min_provisioned_throughput,
         max_provisioned_throughput=spec.max_provisioned_throughput,
         scale_to_zero_enabled=spec.scale_to_zero_enabled,

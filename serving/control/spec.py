@@ -26,7 +26,8 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """An endpoint of the command line. ``entity`` is the URI of the served model as it was given, of which the name of
     the served entity is made; ``uri`` names its version even if ``entity`` names an alias ("": ``entity`` does).
 
-    For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``. The last eight
+    For ``core``, ``defaults``, ``addresses`` and ``key_file`` see ``endpoints.config.ModelSource``; of ``defaults``,
+    ``given_defaults`` are those that do not come with the model, which updates of the endpoint keep. The last eight
     fields are those of the management API: the reserved tokens/s, whether an idle engine may end, whether the endpoint
     follows the alias that ``entity`` names, and its canaries, which are not for engines on other hosts; whether the
     engines run on joined hosts, how many do, and the hosts that a runtime starts for them.
@@ -43,6 +44,7 @@ class EndpointSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dialects: DialectSettings = DialectSettings()
     created: int = 0
     defaults: dict[str, Any] = {}
+    given_defaults: dict[str, Any] = {}
     core: str | None = None
     addresses: tuple[str, ...] = ()
     key_file: str | None = None

@@ -52,6 +52,13 @@ def test_a_command_line_alias_is_served_by_its_version(registry: dict[str, str])
     assert (entity.model.uri, entity.model.identity.label) == ("models:/assistant/7", "assistant/7")
 
 
+def test_request_fields_of_a_command_line_are_the_entity_s(registry: dict[str, str]) -> None:
+    """What ``-D`` says is part of the config, which updates keep; what came with the model is not."""
+    (spec,) = endpoint_specs({"chat": URI}, {}, defaults={"temperature": 0.2})
+    (entity,) = config_of(spec).served_entities
+    assert entity.defaults == {"temperature": 0.2} == entity.model.defaults
+
+
 def test_a_configuration_shows_what_was_found(registry: dict[str, str]) -> None:
     """Beside the alias that was asked for."""
     (shown,) = config_to_wire(declared())["served_entities"]

@@ -97,6 +97,18 @@ def test_an_update_may_keep_what_a_command_line_declared(served: EndpointStore, 
     assert served.give_back("chat")["pending_config_origin"] == "command_line"
 
 
+def test_an_update_keeps_request_fields_of_the_command_line(served: EndpointStore) -> None:
+    """Fields of ``-D`` are shown as the entity's, so that a client that sends the config back keeps them; those that
+    came with the model stay the model's."""
+    given = {"temperature": 0.2}
+    served.mark_ready(
+        "chat", served.declare("chat", declared("version", defaults={"top_k": 5, **given}, given_defaults=given))
+    )
+    served.update_config("chat", sent_back(served) | {"guardrails": GUARDRAILS})
+    (entity,) = served.config("chat", 2).served_entities
+    assert entity.defaults == given
+
+
 def test_another_model_has_another_name_in_prices(served: EndpointStore) -> None:
     """A version that an operator puts in place of an alias has no price by the alias."""
     served.mark_ready("chat", served.declare("chat", declared("alias")))
