@@ -28,7 +28,7 @@ def receipt() -> None:
 def get(request_id: str, url: str, key: str | None) -> None:
     """Print the receipt of a request as JSON.
 
-    REQUEST_ID is the `id` of the reply. The key must have sent the request, or see its usage.
+    REQUEST_ID is the `id` of the reply, not its X-Request-Id. The key must have sent the request, or see its usage.
     """
     found = Client(url, key).get(RECEIPTS.replace("<name>", quote(request_id, safe="")))
     click.echo(json.dumps(found, indent=2))

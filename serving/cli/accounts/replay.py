@@ -34,9 +34,9 @@ KNOWN = "docs/determinism.md says what changes bits"
 def replay(request_id: str, database: str, url: str, key: str | None, prompt: BinaryIO | None) -> None:
     """Repeat the answer to a past request.
 
-    REQUEST_ID is the `id` of the reply. The prompt is checked by the hash that the ledger keeps; then the server is
-    asked with the seed and the settings of then. Prints the text, and on standard error whether it is the same, byte
-    for byte. Exits with 1 if it is not. The repeated request is metered like any other.
+    REQUEST_ID is the `id` of the reply, not its X-Request-Id. The prompt is checked by the hash that the ledger keeps;
+    then the server is asked with the seed and the settings of then. Prints the text, and on standard error whether it
+    is the same, byte for byte. Exits with 1 if it is not. The repeated request is metered like any other.
     """
     with opened(database) as store:
         past = _past(store, request_id)
@@ -70,8 +70,8 @@ def replay(request_id: str, database: str, url: str, key: str | None, prompt: Bi
 def verify(request_id: str, database: str, file: BinaryIO) -> None:
     """Say whether a text is the answer to a past request.
 
-    Compares the whole text with the hash that the ledger keeps; one line break at its end may have been added. Exits
-    with 1 if it is another text.
+    REQUEST_ID is the `id` of the reply, not its X-Request-Id. Compares the whole text with the hash that the ledger
+    keeps; one line break at its end may have been added. Exits with 1 if it is another text.
     """
     with opened(database) as store:
         past = _past(store, request_id)

@@ -16,6 +16,7 @@ from ..store.store import Store
 from ..store.tables import ledger
 from .answers import Said, request_key
 from .keys import is_signed, key_id, keys_of
+from .recorded import WHICH_ID
 
 VERSION = 1
 ALGORITHM = "Ed25519"
@@ -65,7 +66,7 @@ def receipt_of(store: Store, request_id: str, *, tenant: str | None = None, call
         lambda connection: (connection.execute(query).mappings().one_or_none(), currency_of(connection))
     )
     if row is None or tenant not in (None, row["tenant"]) or caller not in (None, row["key_id"]):
-        raise NotFound("there is no such request in the ledger")
+        raise NotFound(f"there is no such request in the ledger; {WHICH_ID}")
     if row["status"] == "open":
         raise Conflict("the request is not settled yet; its receipt exists when it has ended")
     keys = keys_of(store)

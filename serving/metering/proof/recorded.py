@@ -16,6 +16,11 @@ from .keys import keys_of
 
 REPLY_IDS = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 """Prefixes that dialects put before a request's id in the ids of their replies."""
+WHICH_ID = (
+    "give the `id` of the reply, which the access log has as `reply_id`; an X-Request-Id is the `request_id` of the "
+    "access log alone, and is not kept in the ledger"
+)
+"""What the error of an unknown request says about ids, since every answer has an ``X-Request-Id`` too."""
 _COLUMNS = (
     "request_id",
     "endpoint",
@@ -99,7 +104,8 @@ def recorded(store: Store, request_id: str) -> Recorded:
     query = sa.select(*columns).where(ledger.c.request_id == request_id)
     row = store.read(lambda connection: connection.execute(query).mappings().one_or_none())
     if row is None:
-        raise NotFound(f"request {request_id} is not in the ledger: it was never admitted, or its day was folded")
+        why = "it was never admitted, its day was folded, or this is an id of another kind"
+        raise NotFound(f"request {request_id} is not in the ledger: {why}; {WHICH_ID}")
     if row["proof"] is None:
         why = "it generated no text" if row["task"] in ("embeddings", "score") else "it is of an earlier release"
         raise Conflict(f"request {request_id} has no hashes in the ledger: {why}")

@@ -106,6 +106,16 @@ def test_receipts_are_shown_to_those_who_see_the_usage(books: Books) -> None:
     assert books.get("operator", "none").status_code == 404
 
 
+def test_an_x_request_id_is_told_which_id_is_meant(books: Books) -> None:
+    """The id in the header finds no receipt: the error names the reply's. It does not show whether others have one."""
+    answer = books.ask("/v1/completions", {"model": "assistant", "prompt": "Hi", "max_tokens": 2})
+    unknown = books.get("worker", answer.headers["X-Request-Id"])
+    message = unknown.json["message"]
+    assert unknown.status_code == 404
+    assert all(part in message for part in ("`id` of the reply", "`reply_id`", "X-Request-Id"))
+    assert books.get("stranger", answer.json["id"]).json == unknown.json
+
+
 def test_a_receipt_is_on_request_only(books: Books, client: FlaskClient) -> None:
     """Without the header, and with "false", there is none; other values, and servers without a ledger, refuse it by
     name."""

@@ -99,6 +99,15 @@ def test_rows_without_a_whole_answer_are_told(store, ledger, reserve_of):
             recorded(store, name)
 
 
+@pytest.mark.parametrize("given", ["req-0a1b2c", "mine-1"])
+def test_an_unknown_id_is_told_which_id_is_meant(store, answered, given):
+    """An X-Request-Id finds no row; the error names the id to give, and where it and the given one are found."""
+    with pytest.raises(NotFound, match=f"request {given} is not in the ledger") as error:
+        recorded(store, given)
+    for part in ("`id` of the reply", "`reply_id`", "X-Request-Id", "`request_id` of the access log"):
+        assert part in str(error.value)
+
+
 def test_pieces_may_be_divided_in_any_way():
     """The same choices have the same hashes, however their texts, reasoning and calls arrive."""
     whole, parts = OutputHashes(b"k"), OutputHashes(b"k")
