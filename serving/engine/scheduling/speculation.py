@@ -226,10 +226,13 @@ class Speculation:
 
     def verify(self, sequence: SequenceState, drafts: TokenIds, sampled: Sequence[Sampled]) -> Sequence[Sampled]:
         """Return the valid tokens among those ``sampled`` after the known tokens and after each draft: up to the first
-        that differs from the draft."""
+        that differs from the draft, or to the draft that ends the text. Drafts after that one are no part of it, and
+        do not count as accepted."""
         taken = 0
         while taken < min(len(drafts), len(sampled)) and sampled[taken].token_id == drafts[taken]:
             taken += 1
+            if _ends(DraftedPosition(sequence, taken)):
+                break
         self.num_proposed += len(drafts)
         self.num_taken += taken
         known = SequenceDrafts.of(sequence)
@@ -242,6 +245,14 @@ class Speculation:
 def _max_drafts(sequence: SequenceState) -> int:
     """Return how many drafts fit before the sequence's last token."""
     return sequence.num_prompt + sequence.stop_rule.max_tokens - sequence.num_tokens - 1
+
+
+def _ends(position: DraftedPosition) -> bool:
+    """Return whether the text ends with the draft before ``position``."""
+    rule, output = position.stop_rule, position.output
+    if rule.reason(int(output[-1]), len(output)) is not None:
+        return True
+    return rule.has_runs and rule.run_ending(output[-rule.max_run :], len(output)) > 0
 
 
 def _within_grammar(sequence: SequenceState, drafts: TokenIds) -> TokenIds:

@@ -219,6 +219,30 @@ def test_a_predicted_text_takes_fewer_steps(cores: tuple[EngineCore, EngineCore]
     assert run(plain, request)["a"].tokens == first.tokens
 
 
+@pytest.mark.parametrize("field", ["stop_token_ids", "stop_sequences"])
+def test_drafts_after_the_end_are_not_accepted(bundle: Bundle, field: str) -> None:
+    """Drafts after the end of a text do not count as accepted, wherever it ends: at most those of its tokens after the
+    first do."""
+    core = make_core(bundle)
+    sampling: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0}
+    text = list(run(core, request_of("a", [5, 6, 7], **sampling))["a"].tokens[0])
+    ends = [at for at in range(4, 30) if text.index(text[at]) == at]
+    assert len(ends) > 10
+    accepted = []
+    for at in ends:
+        stop = (text[at],) if field == "stop_token_ids" else ((text[at - 1], text[at]),)
+        draft = DraftTokens(token_ids=tuple(text))
+        found = run(core, request_of("a", [5, 6, 7], **sampling, draft=draft, **{field: stop}))["a"]
+        assert found.finished[0].num_generated_tokens == at + 1
+        counts = found.finished[0].drafts
+        assert counts is not None
+        assert counts.predicted_accepted <= counts.accepted <= at
+        accepted.append(counts.accepted)
+    assert max(accepted) > 10
+    core.check_integrity()
+    core.close()
+
+
 def test_without_our_kernels_nothing_is_drafted(bundle: Bundle, tmp_path: Path) -> None:
     """Without the native kernels there are no drafts, since logits that depend on the batch could change a text."""
     core = make_core(bundle, kernels="torch")
