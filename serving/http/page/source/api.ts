@@ -33,6 +33,7 @@ export class ApiError extends Error {
   constructor(
     readonly status: number,
     message: string,
+    readonly param: string | null = null, // the field that is wrong, if the server names one
   ) {
     super(message);
   }
@@ -40,7 +41,7 @@ export class ApiError extends Error {
 
 export interface Call {
   method?: string;
-  body?: unknown;
+  body?: unknown; // sent as JSON, or as it is if it is a form with a file
   signal?: AbortSignal;
 }
 
@@ -48,7 +49,8 @@ export interface Call {
 export async function call(path: string, { method = "GET", body, signal: abort }: Call = {}): Promise<Response> {
   const headers: Record<string, string> = {};
   if (apiKey.value) headers["Authorization"] = `Bearer ${apiKey.value}`;
-  if (body !== undefined) headers["Content-Type"] = "application/json";
+  const isForm = body instanceof FormData; // the browser says its type, with the boundary
+  if (body !== undefined && !isForm) headers["Content-Type"] = "application/json";
   let response: Response;
   try {
     response = await fetch(new URL(path, document.baseURI), {
@@ -56,7 +58,7 @@ export async function call(path: string, { method = "GET", body, signal: abort }
       headers,
       credentials: "same-origin",
       cache: "no-store",
-      ...(body === undefined ? {} : { body: JSON.stringify(body) }),
+      ...(body === undefined ? {} : { body: isForm ? body : JSON.stringify(body) }),
       ...(abort === undefined ? {} : { signal: abort }),
     });
   } catch (error) {
@@ -64,7 +66,7 @@ export async function call(path: string, { method = "GET", body, signal: abort }
     throw new ApiError(0, "The server cannot be reached.");
   }
   keyRefused.value = response.status === 401;
-  if (!response.ok) throw new ApiError(response.status, await errorMessage(response));
+  if (!response.ok) throw await errorOf(response);
   return response;
 }
 
@@ -72,16 +74,22 @@ export async function getJson<T>(path: string): Promise<T> {
   return (await (await call(path)).json()) as T;
 }
 
-async function errorMessage(response: Response): Promise<string> {
+interface ErrorBody {
+  error?: { message?: string; param?: string | null } | string;
+  message?: string;
+}
+
+async function errorOf(response: Response): Promise<ApiError> {
   const text = await response.text();
   try {
-    const body = JSON.parse(text) as { error?: { message?: string } | string; message?: string };
-    const found = typeof body.error === "object" ? body.error.message : (body.message ?? body.error);
-    if (found) return found;
+    const body = JSON.parse(text) as ErrorBody;
+    const { error } = body;
+    const found = typeof error === "object" ? error.message : (body.message ?? error);
+    if (found) return new ApiError(response.status, found, typeof error === "object" ? error.param : null);
   } catch {
     // not JSON: a proxy's page
   }
-  return `The server answered with status ${response.status}.`;
+  return new ApiError(response.status, `The server answered with status ${response.status}.`);
 }
 
 export function messageOf(error: unknown): string {

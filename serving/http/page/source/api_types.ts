@@ -18,6 +18,10 @@ export interface Replies {
   "GET /api/2.0/serving-endpoints/{name}/served-models/{served}/build-logs": EngineLogs;
   "GET /api/2.0/usage": UsagePageInfo | Bill;
   "GET /health": ServerHealth;
+  "GET /v1/batches": BatchList;
+  "POST /v1/batches": BatchObject;
+  "GET /v1/files": FileList;
+  "POST /v1/files": FileObject;
   "GET /v1/models": ModelList | ModelPage;
   "POST /v1/chat/completions": ChatCompletion | ChatChunk;
   "POST /v1/completions": TextCompletion | TextChunk;
@@ -71,11 +75,59 @@ export interface AuditPage {
   next_cursor: string | null;
 }
 
+/** A page of batches, the newest first. */
+export interface BatchList {
+  object: "list";
+  data: BatchObject[];
+  first_id: string | null;
+  last_id: string | null;
+  has_more: boolean;
+}
+
+/** A batch. */
+export interface BatchObject {
+  id: string;
+  object: "batch";
+  endpoint: string;
+  errors: LineErrors | null;
+  input_file_id: string;
+  completion_window: string;
+  status: "validating" | "in_progress" | "finalizing" | "completed" | "failed" | "expired" | "cancelling" | "cancelled";
+  output_file_id: string | null;
+  error_file_id: string | null;
+  created_at: number;
+  in_progress_at: number | null;
+  expires_at: number;
+  finalizing_at: number | null;
+  completed_at: number | null;
+  failed_at: number | null;
+  expired_at: number | null;
+  cancelling_at: number | null;
+  cancelled_at: number | null;
+  request_counts: RequestCounts;
+  usage?: BatchUsage;
+  metadata: Record<string, string> | null;
+}
+
+/** The tokens of all answered requests of a batch. */
+export interface BatchUsage {
+  input_tokens: number;
+  input_tokens_details: CachedTokens;
+  output_tokens: number;
+  output_tokens_details: ReasoningTokens;
+  total_tokens: number;
+}
+
 /** The sums by the columns of `by`, and reserved throughput. */
 export interface Bill {
   currency: string;
   usage: UsageSumInfo[];
   provisioned: ReservedInfo[];
+}
+
+/** The prompt tokens that were found in the prefix cache. */
+export interface CachedTokens {
+  cached_tokens: number;
 }
 
 /** A custom tool and its input. */
@@ -357,6 +409,27 @@ export interface EntityHealth {
   start_seconds?: number | null;
 }
 
+/** A page of files, the newest first unless asked otherwise. */
+export interface FileList {
+  object: "list";
+  data: FileObject[];
+  first_id: string | null;
+  last_id: string | null;
+  has_more: boolean;
+}
+
+/** A file of requests, or of the replies of a batch. */
+export interface FileObject {
+  id: string;
+  object: "file";
+  bytes: number;
+  created_at: number;
+  expires_at: number | null;
+  filename: string;
+  purpose: "batch" | "batch_output";
+  status: "processed";
+}
+
 export interface FunctionCall {
   id: string;
   type: "function";
@@ -446,6 +519,20 @@ export interface LimitLeftInfo {
 export interface LimitList {
   currency: string;
   limits: LimitInfo[];
+}
+
+/** A reason why the input of a batch is refused; `line` is null for one of the whole file. */
+export interface LineError {
+  code: string;
+  line: number | null;
+  message: string;
+  param: string | null;
+}
+
+/** The reasons why the input of a batch is refused. */
+export interface LineErrors {
+  object: "list";
+  data: LineError[];
 }
 
 /** An endpoint, or one of its adapters, which has its endpoint as `parent`. */
@@ -644,6 +731,11 @@ export interface RateLimitInfo {
   renewal_period: "minute";
 }
 
+/** The part of generated tokens that is reasoning, which is not counted separately here: always 0. */
+export interface ReasoningTokens {
+  reasoning_tokens: number;
+}
+
 /** A request without its texts; a running one has the counts of its last checkpoint. `has_payload` says whether the payload log has its texts. */
 export interface RecentRequest {
   request_id: string;
@@ -667,6 +759,13 @@ export interface RecentRequest {
 export interface RecentRequests {
   now_ms: number;
   requests: RecentRequest[];
+}
+
+/** The number of requests of a batch. */
+export interface RequestCounts {
+  total: number;
+  completed: number;
+  failed: number;
 }
 
 /** Provisioned throughput, in tokens/s times minutes. */

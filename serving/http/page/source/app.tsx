@@ -5,6 +5,7 @@ import { useEffect, useRef } from "preact/hooks";
 
 import { apiKey, keyRefused, setKey } from "./api";
 import { loadAccount } from "./account";
+import { Batches } from "./batches/batches";
 import { Embeddings } from "./embeddings/embeddings";
 import { loadModels } from "./models";
 import { Operations } from "./operations/operations";
@@ -18,6 +19,7 @@ const VIEWS = {
   playground: "Playground",
   embeddings: "Embeddings",
   table: "Table",
+  batches: "Batches",
   usage: "My usage",
   operations: "Operations",
   reference: "API reference",
@@ -74,6 +76,7 @@ export function App() {
         {view.value === "embeddings" && <Embeddings />}
         {view.value === "table" && <TableRun />}
         {view.value === "reference" && <Reference />}
+        {view.value === "batches" && <Batches key={apiKey.value} />}
         {view.value === "usage" && <Usage key={apiKey.value} />}
         {view.value === "operations" && <Operations key={apiKey.value} />}
       </main>

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -101,6 +102,26 @@ def table(page: Page, out: Path) -> None:
     take(page, out / "table.png")
 
 
+def batches(page: Page, out: Path) -> None:
+    """Take a batch that is done, with its files."""
+    page.get_by_role("link", name="Batches").click()
+    form = page.get_by_role("form", name="Start a batch")
+    head = {"method": "POST", "url": "/v1/chat/completions"}
+    countries = ("France", "Norway", "Japan", "Peru")
+    asked = ([{"role": "user", "content": f"What is the capital of {country}?"}] for country in countries)
+    bodies = ({"model": "assistant", "messages": messages, "max_tokens": 12} for messages in asked)
+    lines = [head | {"custom_id": f"row-{number}", "body": body} for number, body in enumerate(bodies, 1)]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    form.get_by_label("JSONL file").set_input_files(
+        [{"name": "countries.jsonl", "mimeType": "application/jsonl", "buffer": content}]
+    )
+    form.get_by_label("Metadata").fill("team=research")
+    form.get_by_role("button", name="Start the batch").click()
+    expect(page.get_by_role("row").filter(has_text="4 done")).to_contain_text("completed")
+    expect(page.get_by_role("row").filter(has_text="_output.jsonl")).to_be_visible()
+    take(page, out / "batches.png")
+
+
 def reference(page: Page, out: Path) -> None:
     page.get_by_role("link", name="API reference").click()
     page.get_by_label("Find a route").fill("get /v1/models openai")
@@ -152,7 +173,7 @@ def operations(page: Page, out: Path) -> None:
     take(page, out / "operations.png")
 
 
-VIEWS = (playground, prompts, embeddings, table, usage, operations, limits, reference)
+VIEWS = (playground, prompts, embeddings, table, batches, usage, operations, limits, reference)
 
 
 def take_all(page: Page, out: Path, *, every: bool = False) -> None:

@@ -31,6 +31,7 @@ VIEWS = (
     ("playground", "Playground"),
     ("embeddings", "Embeddings"),
     ("table", "Table"),
+    ("batches", "Batches"),
     ("usage", "My usage"),
     ("operations", "Operations"),
     ("reference", "API reference"),
@@ -367,6 +368,9 @@ def test_axe_finds_nothing(new_page: NewPage, scheme: str, width: int) -> None:
     page.get_by_role("button", name="Run", exact=True).click()
     expect(page.get_by_text("2 of 2 rows answered")).to_be_visible()
     hold_wcag(page)
+    page.get_by_role("link", name="Batches").click()
+    expect(page.get_by_role("form", name="Start a batch")).to_be_visible()
+    hold_wcag(page)
     page.get_by_role("link", name="My usage").click()
     expect(page.get_by_role("img", name="Tokens by day")).to_be_visible()
     hold_wcag(page)
@@ -456,6 +460,8 @@ def test_a_server_with_keys_asks_for_one(new_page: NewPage, tmp_path: Path) -> N
         settled(page, 1)
         page.get_by_text("Prompts of MLflow").click()
         expect(page.locator(".prompts .error")).to_contain_text("no prompt registry")
+        page.get_by_role("link", name="Batches").click()
+        expect(page.get_by_text("There are no batches yet.")).to_be_visible()
         page.get_by_role("link", name="My usage").click()
         expect(page.get_by_role("heading", name="My usage")).to_be_visible()
         expect(page.locator(".error")).to_have_count(0)
