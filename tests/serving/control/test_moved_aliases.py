@@ -53,7 +53,7 @@ def test_a_command_line_alias_is_served_by_its_version(registry: dict[str, str])
 
 
 def test_request_fields_of_a_command_line_are_the_entity_s(registry: dict[str, str]) -> None:
-    """What ``-D`` says is part of the config, which updates keep; what came with the model is not."""
+    """The fields of ``-D`` are part of the config, which updates keep; those that came with the model are not."""
     (spec,) = endpoint_specs({"chat": URI}, {}, defaults={"temperature": 0.2})
     (entity,) = config_of(spec).served_entities
     assert entity.defaults == {"temperature": 0.2} == entity.model.defaults
