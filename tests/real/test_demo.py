@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +50,9 @@ def ran(models, tmp_path, monkeypatch):
 
     def run(name):
         notebook = nbformat.read(ROOT / f"notebooks/{name}.ipynb", as_version=4)
-        NotebookClient(notebook, timeout=850, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        patient = Config(KernelManager={"shutdown_wait_time": 120.0})  # the kernel removes its store when it ends
+        there = {"metadata": {"path": str(tmp_path)}}
+        NotebookClient(notebook, timeout=850, resources=there, config=patient).execute()
         return notebook
 
     return run
