@@ -20,7 +20,7 @@ WHICH_ID = (
     "give the `id` of the reply, which the access log has as `reply_id`; an X-Request-Id is the `request_id` of the "
     "access log alone, and is not kept in the ledger"
 )
-"""What the error of an unknown request says about ids, since every answer has an ``X-Request-Id`` too."""
+"""The words about ids in the error of an unknown request, since every answer has an ``X-Request-Id`` too."""
 _COLUMNS = (
     "request_id",
     "endpoint",

@@ -1,4 +1,4 @@
-/** What a limit says beside its value: whether it refuses, and at which shares of it webhooks are told. */
+/** The facts about a limit beside its value: whether it refuses, and at which shares of it webhooks are told. */
 
 /** Return what happens to a request beyond a limit. */
 export function beyond(soft: boolean): string {

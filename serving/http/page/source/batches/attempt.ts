@@ -1,4 +1,4 @@
-/** What a row's buttons do: the outcome is said, and why it failed stays in the row. */
+/** The actions of a row's buttons: the outcome is said, and why it failed stays in the row. */
 
 import { useState } from "preact/hooks";
 

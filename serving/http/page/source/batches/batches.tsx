@@ -160,7 +160,7 @@ function Unnoticed({ one }: { one: BatchObject }) {
   );
 }
 
-/** Why the input of a batch was refused. */
+/** The reasons for which the input of a batch was refused. */
 function Reasons({ one }: { one: BatchObject }) {
   const found = one.errors?.data ?? [];
   if (!found.length) return null;

@@ -131,7 +131,7 @@ export function TrafficEditor({ endpoint, config, busy, changed }: Props) {
   );
 }
 
-/** What an update does to the canary that an endpoint has. */
+/** The effect of an update on the canary that an endpoint has. */
 export function EndedCanary({ config }: { config: ConfigInfo }) {
   const canary = config.served_entities.find((one) => one.canary_of !== undefined);
   if (canary === undefined) return null;
